@@ -1,0 +1,1 @@
+"""Named arrays and JSON in one folder that is whole or absent."""

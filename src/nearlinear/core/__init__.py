@@ -1,0 +1,1 @@
+"""Values that the rest of the house passes around."""

@@ -1,0 +1,1 @@
+"""Turning timed messages into numbers about links."""

@@ -1,0 +1,1 @@
+"""Showing a run to people: the live line, curves."""

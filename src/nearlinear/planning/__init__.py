@@ -1,0 +1,1 @@
+"""Decisions as pure functions of values: no socket, clock, thread or framework."""

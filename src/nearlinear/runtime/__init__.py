@@ -1,0 +1,1 @@
+"""Moving bytes and watching peers, over any transport and without a framework."""

@@ -1,0 +1,1 @@
+"""Testing a script under many processes, faults and slow links."""

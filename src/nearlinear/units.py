@@ -1,4 +1,4 @@
-"""Quantities with units, between people (``"25 ms"``, ``"10 Mbit/s"``) and numbers (seconds, bytes, bytes per second)."""
+"""Turning what people write (``"25 ms"``, ``"10 Mbit/s"``) into seconds and bytes, and back."""
 
 from __future__ import annotations
 

@@ -1,0 +1,195 @@
+"""nearlinear: two lines, N processes, the numbers of one.
+
+    import nearlinear as nl
+
+    model, optimizer, loader = nl.distribute(model, optimizer, loader)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nearlinear.core.plan import Plan
+from nearlinear.errors import InputError, NearlinearError
+from nearlinear.runtime.environment import world_from
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "NearlinearError",
+    "Plan",
+    "distribute",
+    "gather",
+    "is_main",
+    "load",
+    "mean",
+    "rank",
+    "save",
+    "total",
+    "world_size",
+]
+
+
+def distribute(
+    model: Any,
+    optimizer: Any = None,
+    *loaders: Any,
+    strategy: str | Plan = "auto",
+    weight: Callable[[Any], Any] | str | None = None,
+) -> Any:
+    """Let the run's processes train this model together, with the numbers of one process.
+
+    The objects stay the user's own: they are hooked, not wrapped. In a run of one process only the order of the data
+    is touched (it is drawn as it would be for N). Call it again for a second model, without the loaders.
+
+    Args:
+        model: A ``torch.nn.Module`` with its parameters on their device.
+        optimizer: What steps its parameters.
+        loaders: ``DataLoader``s; each process gets its share of every batch, the batch size stays that of the whole.
+            Data that the script shards itself is not handed over.
+        strategy: ``"auto"``, ``"data"``, or a ``Plan``.
+        weight: ``weight(batch)``: what a share counts for in the loss's mean; by default its number of samples (for a
+            loss that is a mean over tokens: its number of tokens). ``"sum"``: the loss is part of one sum, normalised
+            by the script, and gradients are added.
+
+    Returns:
+        The given objects that are not None, in order; one object alone if one was given.
+
+    Raises:
+        InputError: Something cannot be distributed as given; nothing was changed.
+        PeerLostError: Another process did not arrive within the deadline.
+
+    Example:
+        >>> model, optimizer, loader = distribute(model, optimizer, loader)  # doctest: +SKIP
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not (isinstance(model, torch.nn.Module) or not _is_keras(model)):
+        raise InputError(f"the model is a {type(model).__name__}; nearlinear distributes torch.nn.Module models")
+    from nearlinear.torch import distribute as distribute_torch
+
+    distribute_torch(model, optimizer, loaders, strategy, weight)
+    given = [each for each in (model, optimizer, *loaders) if each is not None]
+    return given[0] if len(given) == 1 else tuple(given)
+
+
+def _is_keras(model: Any) -> bool:
+    return any(base.__module__.split(".")[0] in ("keras", "tf_keras") for base in type(model).__mro__)
+
+
+def _session(what: str) -> Any:
+    """Return the session, or None in a lone process that never called ``distribute``."""
+    if "nearlinear.torch" in sys.modules:
+        from nearlinear.torch import session
+
+        current = session()
+        if current is not None:
+            return current
+    if world_from().size > 1:
+        raise InputError(f"{what} was called before nl.distribute; call model, ... = nl.distribute(model, ...) first")
+    return None
+
+
+def rank() -> int:
+    """Return this process's number, 0 to ``world_size() - 1``."""
+    return world_from().rank
+
+
+def world_size() -> int:
+    """Return the number of processes of the run."""
+    return world_from().size
+
+
+def is_main() -> bool:
+    """Return whether this is process 0, which prints and plots for all."""
+    return rank() == 0
+
+
+def mean(value: Any) -> Any:
+    """Return the weighted mean over the processes, the same on all: a loss or metric as one process sees it.
+
+    Weights are those of the batch in hand; once a loader's pass has ended, those of the whole pass.
+
+    Args:
+        value: A number, a tensor, or a mapping or sequence of them.
+
+    Returns:
+        The same structure; tensors are detached.
+    """
+    session = _session("nl.mean")
+    if session is None:
+        return value
+    from nearlinear.torch.metrics import mean as mean_torch
+
+    return mean_torch(value, session)
+
+
+def total(value: Any) -> Any:
+    """Return the sum over the processes, the same on all; a share that is only a filler counts zero.
+
+    Args:
+        value: A number, a tensor, or a mapping or sequence of them.
+    """
+    session = _session("nl.total")
+    if session is None:
+        return value
+    from nearlinear.torch.metrics import total as total_torch
+
+    return total_torch(value, session)
+
+
+def gather(value: Any) -> Any:
+    """Return all processes' rows joined in the order of the unsplit data, fillers left out: exact evaluation.
+
+    Args:
+        value: A tensor (or a mapping, sequence or dataclass of them) with one row per sample of the batch in hand or,
+            once the pass has ended, per sample of the pass.
+
+    Returns:
+        The same structure, the same on all processes. Differentiable: a loss over the gathered batch has the
+        gradients of one process.
+    """
+    session = _session("nl.gather")
+    if session is None:
+        return value
+    from nearlinear.torch.metrics import gather as gather_torch
+
+    return gather_torch(value, session)
+
+
+def save(path: str | Path, model: Any, optimizer: Any = None, loader: Any = None, **extra: Any) -> None:
+    """Write one checkpoint folder; every process calls it. It is whole or absent, also when a process is killed.
+
+    Args:
+        path: The folder.
+        model: Its ``state_dict`` is kept under the plain model's keys.
+        optimizer: Its state is kept under the names of the parameters.
+        loader: Its place in the data is kept.
+        extra: Numbers, strings, tensors, lists and dicts; or objects with a ``state_dict`` (schedulers, scalers).
+    """
+    from nearlinear.torch.checkpoint import save as save_torch
+
+    save_torch(path, model, optimizer, loader, extra, ranks=_session("nl.save"))
+
+
+def load(path: str | Path, model: Any, optimizer: Any = None, loader: Any = None, **extra: Any) -> dict[str, Any]:
+    """Restore what ``save`` wrote, on any number of processes; the random streams come back too.
+
+    Args:
+        path: The folder.
+        model: Receives the weights, in place.
+        optimizer: Receives its state.
+        loader: Goes to its place in the data.
+        extra: Objects with ``load_state_dict`` saved under the same names, restored in place.
+
+    Returns:
+        The other extras, by name.
+
+    Raises:
+        CheckpointError: The folder is no whole checkpoint, or is another model's; nothing was changed.
+    """
+    from nearlinear.torch.checkpoint import load as load_torch
+
+    return load_torch(path, model, optimizer, loader, extra, ranks=_session("nl.load"))

@@ -1,0 +1,274 @@
+"""The one call: hooking a model, its optimizer and its loaders into the run."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from nearlinear import events
+from nearlinear.core.plan import STRATEGIES, Plan
+from nearlinear.errors import InputError
+from nearlinear.torch import batchnorm
+from nearlinear.torch.collectives import Group
+from nearlinear.torch.data import require_shareable, share_out
+from nearlinear.torch.metrics import mean
+from nearlinear.torch.reducer import Reducer
+from nearlinear.torch.session import Session, Weight, install_excepthook, start
+from nearlinear.torch.state import broadcast_state, require_equal, require_same_model, separate_streams
+
+_reducers: list[Reducer] = []
+
+
+def distribute(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    loaders: Sequence[Any],
+    strategy: str | Plan,
+    weight: Weight | str | None,
+) -> None:
+    """Hook the objects into the run, in place. ``nearlinear.distribute`` documents the arguments."""
+    install_excepthook()
+    plan = _plan(strategy)
+    _check(model, optimizer, weight)
+    named = _named_parameters(model, optimizer)
+    session = start(named[0][1].device)
+    number = len(_reducers)
+    session.summed = session.summed or weight == "sum"
+    buffers = list(model.named_buffers())
+    require_same_model([*named, *buffers], session)
+    for which, loader in enumerate(loaders, session.loaders):
+        require_shareable(loader, session, which)
+    for which, loader in enumerate(loaders, session.loaders):
+        share_out(loader, session, weight if callable(weight) else None, which)
+    session.loaders += len(loaders)
+    broadcast_state([tensor for _, tensor in [*named, *buffers]], session.control)
+    if batchnorm.synchronise(model):
+        batchnorm.open_group(named[0][1].device)
+    if session.size > 1:
+        if number == 0:
+            separate_streams(session)
+        _name_differences(model, session)
+    notes = _hook(named, model, optimizer, session, plan, number)
+    events.publish("distributed", rank=session.rank, world_size=session.size, model=model, notes=notes)
+    events.send_to_launcher("distributed", rank=session.rank, world_size=session.size)
+
+
+def _plan(strategy: str | Plan) -> Plan:
+    # What is asked for on the command line wins over the script.
+    asked = os.environ.get("NEARLINEAR_STRATEGY")
+    if isinstance(strategy, Plan) and (asked is None or asked == strategy.strategy):
+        return strategy
+    name = asked or strategy
+    if name != "auto" and name not in STRATEGIES:
+        raise InputError(f"unknown strategy {name!r}; choose one of: auto, {', '.join(STRATEGIES)}, or a Plan")
+    return Plan()
+
+
+def _check(model: Any, optimizer: Any, weight: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputError(f"the model is a {type(model).__name__}, not a torch.nn.Module; hand over the model first")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(
+            f"the optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer; the order is "
+            "distribute(model, optimizer, *loaders), with None for no optimizer"
+        )
+    if weight is not None and weight != "sum" and not callable(weight):
+        raise InputError(f"weight is {weight!r}; give a function of a batch, or 'sum'")
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise InputError(f"the model is wrapped in {type(model).__name__}; hand over the model itself (model.module)")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
+            raise InputError(f"{name} has no shape yet (a lazy layer); run the model once on one sample first")
+        if tensor.is_meta:
+            raise InputError(
+                f"{name} is on the meta device and holds no values; call model.to_empty(device='cpu') and initialise "
+                "it before distribute"
+            )
+    own = {id(parameter) for parameter in model.parameters()}
+    if not own:
+        raise InputError(f"{type(model).__name__} has no parameters, so there is nothing to train")
+    if optimizer is not None:
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if not any(id(parameter) in own for parameter in held):
+            raise InputError(
+                f"the optimizer holds {len(held)} parameters and none of them is one of the model's {len(own)}; make "
+                "it from this model's parameters() (after moving the model to its device)"
+            )
+
+
+def _named_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, torch.Tensor]]:
+    """Return the model's parameters and those that only the optimizer holds (a loss's temperature, say)."""
+    named: list[tuple[str, torch.Tensor]] = list(model.named_parameters())
+    known = {id(parameter) for _, parameter in named}
+    for g, group in enumerate(optimizer.param_groups if optimizer else ()):
+        for p, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                known.add(id(parameter))
+                named.append((f"optimizer group {g} parameter {p}", parameter))
+    return named
+
+
+def _name_differences(model: nn.Module, session: Session) -> None:
+    """Say, once, what cannot be the same as in one process."""
+    layers = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+    ]
+    if layers:
+        session.notice(
+            f"BatchNorm ({_some(layers)}) normalises over each rank's share of the batch; "
+            "nn.SyncBatchNorm.convert_sync_batchnorm(model) before distribute gives the numbers of one process"
+        )
+    dropouts = [
+        name
+        for name, module in model.named_modules()
+        if (isinstance(module, _DropoutNd) and module.p > 0)
+        or (isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0)
+    ]
+    if dropouts:
+        session.notice(f"dropout ({_some(dropouts)}) draws other random numbers on N processes than on one")
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return ", ".join(name or "the model" for name in names[:2]) + more
+
+
+def _hook(
+    named: list[tuple[str, torch.Tensor]],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    session: Session,
+    plan: Plan,
+    number: int,
+) -> list[str]:
+    owned = {id(parameter): reducer for reducer in _reducers for parameter in reducer.parameters}
+    fresh = [(name, p) for name, p in named if id(p) not in owned]
+    # In one process there is nothing to combine; a recorder wants to see the gradients all the same.
+    if session.size == 1 and not events.listened_to("gradients"):
+        return []
+    first = bool(fresh)
+    if fresh:
+        reducer = Reducer(fresh, model, session, session.new_group(fresh[0][1].device), plan, number)
+        reducer.measure_link()
+        _reducers.append(reducer)
+    if optimizer is not None:
+        served = [_reducers[-1]] if fresh else []
+        served += list({id(r): r for _, p in named if (r := owned.get(id(p))) is not None}.values())
+        _Steps(served, model, optimizer, session, plan, first=first).attach()
+    return [str(reducer.link) for reducer in _reducers[-1:] if reducer.link]
+
+
+class _Steps:
+    """What happens around the steps of one optimizer."""
+
+    def __init__(
+        self,
+        reducers: Sequence[Reducer],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        session: Session,
+        plan: Plan,
+        *,
+        first: bool,
+    ) -> None:
+        self._reducers, self._session, self._plan, self._first = reducers, session, plan, first
+        self._model = weakref.ref(model)
+        self._optimizer = optimizer
+        self._known = {id(parameter) for reducer in reducers for parameter in reducer.parameters}
+        self._step = 0
+        self._last = time.perf_counter()
+        self._sent = 0.0
+        self._tally: list[float] = [0, 0, 0.0, 0.0]  # steps, samples, seconds, seconds waited since the last report
+
+    def attach(self) -> None:
+        """Put the hooks on the optimizer."""
+        self._optimizer.register_step_pre_hook(self._before)
+        self._optimizer.register_step_post_hook(self._after)
+
+    def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # torch hands over the optimizer within args when it calls the hook of a wrapped step.
+        closure = kwargs.get("closure") or next((a for a in args if callable(a)), None)
+        if closure is None:
+            for reducer in self._reducers:
+                reducer.before_step(first=self._first)
+            return None
+
+        def whole_batch() -> Any:
+            loss = closure()
+            for reducer in self._reducers:
+                reducer.before_step(first=self._first)
+            # A line search compares losses: all ranks must see the same one.
+            return loss if loss is None else mean(loss, self._session)
+
+        args = tuple(whole_batch if a is closure else a for a in args)
+        return args, {key: whole_batch if value is closure else value for key, value in kwargs.items()}
+
+    def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._step += 1
+        for reducer in self._reducers:
+            reducer.after_step()
+        Group.step = self._step
+        if self._step == 1 or self._step % self._plan.check_every == 0:
+            self._compare()
+        self._report()
+
+    def _compare(self) -> None:
+        if self._session.size == 1:
+            return
+        model = self._model()
+        for name, parameter in model.named_parameters() if model is not None else ():
+            if id(parameter) not in self._known:
+                raise InputError(
+                    f"{name} became a parameter of the model after distribute, so its gradient is not combined; "
+                    "build the whole model first"
+                )
+        for reducer in self._reducers:
+            named = list(zip(reducer.names, reducer.parameters, strict=True))
+            require_equal([*named, *reducer.equal_buffers()], self._session, self._step)
+            reducer.buffers_may_change()
+
+    def _report(self) -> None:
+        now = time.perf_counter()
+        elapsed, self._last = now - self._last, now
+        samples = sum(reducer.samples for reducer in self._reducers)
+        waited = sum(reducer.waited_s for reducer in self._reducers)
+        for reducer in self._reducers:
+            reducer.samples, reducer.waited_s = 0, 0.0
+        for place, amount in enumerate((1, samples, elapsed, waited)):
+            self._tally[place] += amount
+        if events.listened_to("step"):
+            events.publish(
+                "step",
+                model=self._reducers[0].number if self._reducers else 0,
+                step=self._step,
+                seconds=elapsed,
+                waited=waited,
+                samples=samples,
+                parameters=self._parameters,
+            )
+        if self._step > 1 and now - self._sent > 0.2:
+            _, handed, spent, stood = self._tally
+            self._sent, self._tally = now, [0, 0, 0.0, 0.0]
+            events.send_to_launcher(
+                "step",
+                rank=self._session.rank,
+                step=self._step,
+                samples_per_s=handed / spent if spent else math.nan,
+                waiting=stood / spent if spent else 0.0,
+            )
+        elif self._step == 1:
+            self._tally = [0, 0, 0.0, 0.0]  # the first step measures and agrees; it would not be representative
+
+    def _parameters(self) -> list[tuple[str, torch.Tensor]]:
+        return [pair for r in self._reducers for pair in zip(r.names, r.parameters, strict=True)]

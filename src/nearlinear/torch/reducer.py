@@ -1,0 +1,520 @@
+"""Turning each rank's own gradients into the gradient of one process.
+
+The parameters carry hooks; nothing is wrapped. A window is what lies between two uses of the gradients: one backward
+pass, or several that accumulate. In the last one (planning.accumulation foretells which) each gradient is weighted
+into its bucket as it becomes ready, and a full bucket is summed over the ranks while backward goes on:
+
+    backward      g5 g4 g3 | g2 g1 g0 |
+    bucket 0      ~~~~~~~~~ all-reduce ~~~~~
+    bucket 1                 ~~~~~~~~~~~~~~~~ all-reduce ~~~
+    p.grad                                                   = the sum      (views into the buckets, no copy back)
+
+Buckets are sent in the same order on every rank, whatever became ready first, so that the ranks' messages match.
+A bucket ends with one flag per parameter: how many ranks have a gradient for it. Where none has, `p.grad` stays as it
+was, as in one process, so that weight decay and momentum leave an unused parameter alone.
+
+If the foretelling was wrong, nothing is: reading `p.grad` (clipping, a scaler, the optimizer, the script itself)
+combines first, and what a further backward pass adds to gradients that were combined already is combined by itself
+and added.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from nearlinear import events
+from nearlinear.core.plan import Plan
+from nearlinear.errors import InputError, NearlinearError
+from nearlinear.measure.link import Link, fit_alpha_beta
+from nearlinear.planning.accumulation import Windows
+from nearlinear.planning.buckets import bucket_bytes, fill_buckets
+from nearlinear.torch.buffers import Buffers
+from nearlinear.torch.collectives import Group, Pending
+from nearlinear.torch.session import Session
+
+# The slot of torch.Tensor itself, which the property on nn.Parameter (below) stands before.
+_slot: Any = torch.Tensor.grad
+_get_grad, _set_grad, _delete_grad = _slot.__get__, _slot.__set__, _slot.__delete__
+
+_owners: dict[int, weakref.ref[Reducer]] = {}
+
+
+def _read_grad(self: torch.Tensor) -> torch.Tensor | None:
+    owner = _owners.get(id(self))
+    if owner is not None:
+        reducer = owner()
+        if reducer is not None and reducer.pending and not reducer.in_backward:
+            reducer.combine()
+    return _get_grad(self)  # type: ignore[no-any-return]
+
+
+def _write_grad(self: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    _set_grad(self, gradient)
+
+
+def _drop_grad(self: torch.Tensor) -> None:
+    _delete_grad(self)
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Gradients that travel in one message, followed by a flag for each."""
+
+    parameters: list[int]
+    offsets: list[int]
+    elements: int
+    dtype: torch.dtype
+    device: torch.device
+    buffer: torch.Tensor | None = None
+    left: int = 0  # gradients still to be packed
+    packed: list[bool] = field(default_factory=list)
+    present: list[bool] = field(default_factory=list)  # this rank has a gradient that counts
+    pending: Pending | None = None
+
+
+@dataclass(slots=True)
+class _Layout:
+    """How the trainable parameters are grouped; one for each set of parameters that require gradients."""
+
+    buckets: list[_Bucket]
+    place: dict[int, tuple[int, int]] = field(default_factory=dict)  # parameter -> bucket, position in it
+    sparse: list[int] = field(default_factory=list)
+
+
+class Reducer:
+    """Combine the gradients of one ``distribute`` call.
+
+    Args:
+        named: Names and parameters, the same on every rank.
+        model: The module whose buffers are kept equal; its embeddings may have sparse gradients.
+        session: The run.
+        group: Where this reducer's exchanges run; None in a run of one process.
+        plan: Compression and bucket size.
+        number: Number of the ``distribute`` call, for events.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, torch.Tensor]],
+        model: nn.Module,
+        session: Session,
+        group: Group | None,
+        plan: Plan,
+        number: int,
+    ) -> None:
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        self.session, self.group, self.plan, self.number = session, group, plan, number
+        self.link: Link | None = None
+        self.waited_s = 0.0  # time that backward or the script stood still for an exchange
+        self.samples = 0
+        self.combined = 0  # exchanges since the last optimizer step
+        self.pending = False  # p.grad holds this rank's own gradients
+        self._windows = Windows()
+        self._in_backward = False
+        self._last = True
+        self._buffers = Buffers(model, session, group)
+        self._order: list[int] | None = None  # agreed on in the first window
+        self._expected = [1] * len(self.parameters)  # accumulations in one backward pass (reentrant checkpoints: more)
+        self._layouts: dict[tuple[bool, ...], _Layout] = {}
+        self._layout = _Layout([])
+        self._scale = 1.0  # factor of the window's gradients when they are packed
+        self._boost = 1.0  # factor of this pass's gradients before that, where the passes of a window differ
+        self._counts = False  # some pass of the window has a weight
+        self._overlap = False
+        self._open = [False] * len(self.parameters)  # p.grad is of this window
+        self._carry: list[torch.Tensor | None] = [None] * len(self.parameters)
+        self._fired = [0] * len(self.parameters)
+        self._fired_order: list[int] = []
+        self._launched = 0
+        self._mark: tuple[int, torch.Tensor | None, int] = (-1, None, 0)
+        embeddings = (nn.Embedding, nn.EmbeddingBag)
+        sparse = {id(m.weight) for m in model.modules() if isinstance(m, embeddings) and m.sparse}
+        self._is_sparse = [id(parameter) in sparse for parameter in self.parameters]
+        self._nodes: list[Any] = []  # autograd holds its accumulators weakly, and their hooks with them
+        self._install_hooks()
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward pass that reaches these parameters is running."""
+        # The callback that ends a pass does not come when the pass raised an error.
+        return self._in_backward and torch._C._current_graph_task_id() != -1
+
+    # ---- hooks
+
+    def _install_hooks(self) -> None:
+        nn.Parameter.grad = property(_read_grad, _write_grad, _drop_grad)  # type: ignore[assignment]
+        this = weakref.ref(self)
+        for index, parameter in enumerate(self.parameters):
+            _owners[id(parameter)] = this
+            weakref.finalize(parameter, _owners.pop, id(parameter), None)
+            frozen = not parameter.requires_grad
+            parameter.requires_grad_(True)  # a frozen parameter may be trained later on: it gets its hooks now
+            node = torch.autograd.graph.get_gradient_edge(parameter).node
+            node.register_prehook(_before_accumulation(this, index))
+            parameter.register_post_accumulate_grad_hook(_after_accumulation(this, index))  # type: ignore[no-untyped-call]
+            self._nodes.append(node)
+            if frozen:
+                parameter.requires_grad_(False)
+
+    def before_accumulation(self, index: int, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Set aside what ``p.grad`` holds of windows gone by; return the gradient weighted, where it must be."""
+        if not self._in_backward:
+            self._begin(index)
+        if not self._open[index]:
+            self._open[index] = True
+            parameter = self.parameters[index]
+            self._carry[index] = _get_grad(parameter)
+            if self._carry[index] is not None:
+                _set_grad(parameter, None)
+        if self._boost == 1.0:
+            return None
+        # A share of weight zero may hold anything, NaN too (a mean over no tokens); it must not spread.
+        return torch.zeros_like(gradient) if self._boost == 0.0 else gradient * self._boost
+
+    def after_accumulation(self, index: int) -> None:
+        """Pack a gradient that is ready; send the buckets that are full."""
+        self._fired[index] += 1
+        if self._order is None and self._fired[index] == 1:
+            self._fired_order.append(index)
+        if not self._overlap or self._fired[index] < self._expected[index]:
+            return
+        number, position = self._layout.place.get(index, (-1, -1))
+        if number == -1:
+            return
+        bucket = self._layout.buckets[number]
+        if bucket.packed[position]:
+            raise NearlinearError(
+                f"{self.names[index]} received a gradient {self._fired[index]} times in one backward pass and "
+                f"{self._expected[index]} times before, after it was sent; use checkpoint(..., use_reentrant=False)"
+            )
+        self._pack(bucket, position)
+        while self._launched < len(self._layout.buckets) and self._layout.buckets[self._launched].left == 0:
+            self._launch()
+
+    def _begin(self, index: int) -> None:
+        """Begin a backward pass: ``index`` is the first parameter to receive a gradient."""
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        gradient: torch.Tensor | None = _get_grad(self.parameters[index])
+        marked, held, version = self._mark
+        fresh = gradient is None or (marked == index and (gradient is not held or gradient._version != version))
+        self._last = self._windows.begin(fresh=fresh)
+        scale = self.session.gradient_scale()
+        if not self.pending:
+            self._counts = False
+            self._scale = scale if scale != 0.0 else 1.0
+        self._boost = 1.0 if scale == self._scale else scale / self._scale
+        self._counts = self._counts or scale != 0.0
+        self._in_backward = self.pending = True
+        self._mark = (index, None, 0)
+        self._fired = [0] * len(self.parameters)
+        self._overlap = self._last and self._order is not None
+        if self._overlap:
+            self._prepare()
+        if self.session.batch is not None:
+            self.samples += self.session.batch.samples
+        events.publish("backward", model=self.number)
+
+    def _end(self) -> None:
+        """End a backward pass."""
+        self._in_backward = False
+        if self._last:
+            self.combine()
+        index = self._mark[0]
+        gradient = _get_grad(self.parameters[index])
+        self._mark = (index, gradient, gradient._version if gradient is not None else 0)
+
+    # ---- combining
+
+    def combine(self) -> None:
+        """Replace every ``p.grad`` by the gradient of one process; return when that is done.
+
+        Raises:
+            PeerLostError: A rank died, stalled or was cut off.
+        """
+        if self._in_backward and self._launched:
+            raise NearlinearError(
+                f"a backward pass broke off after {self._launched} of {len(self._layout.buckets)} messages were sent, "
+                "so the ranks no longer agree; start again from the last checkpoint"
+            )
+        self._in_backward = False
+        self._windows.used()
+        if self._order is None:
+            self._agree()
+        if not self._overlap:
+            self._prepare()
+        for bucket in self._layout.buckets[self._launched :]:
+            for position, packed in enumerate(bucket.packed):
+                if not packed:
+                    self._pack(bucket, position)
+        while self._launched < len(self._layout.buckets):
+            self._launch()
+        self._buffers.start(self.session.sample_fraction())
+        for bucket in self._layout.buckets:
+            self._wait(bucket.pending, "the exchange of gradients")
+            self._unpack(bucket)
+        for index in self._layout.sparse:
+            self._combine_sparse(index)
+        for pending in self._buffers.pending:
+            self._wait(pending, "the exchange of buffers")
+        self._buffers.finish()
+        self._overlap, self._launched, self.pending = False, 0, False
+        self.combined += 1
+        self._open = [False] * len(self.parameters)
+        self._carry = [None] * len(self.parameters)
+        if events.listened_to("gradients"):
+            events.publish("gradients", model=self.number, gradients=self._gradients)
+
+    def _gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            gradient = _get_grad(parameter)
+            if gradient is not None:
+                yield name, gradient
+
+    def _prepare(self) -> None:
+        """Choose the buckets for the parameters that are trained now, and empty them."""
+        trained = tuple(parameter.requires_grad for parameter in self.parameters)
+        if trained not in self._layouts:
+            self._layouts[trained] = self._lay_out(trained)
+        self._layout, self._launched = self._layouts[trained], 0
+        for bucket in self._layout.buckets:
+            count = len(bucket.parameters)
+            # A new buffer each time: the last one is p.grad, and the script may have kept it.
+            bucket.buffer = None
+            bucket.left, bucket.packed, bucket.present = count, [False] * count, [False] * count
+
+    def _lay_out(self, trained: Sequence[bool]) -> _Layout:
+        order = [index for index in self._order or () if trained[index] and not self._is_sparse[index]]
+        wires = [self._wire_dtype(parameter) for parameter in self.parameters]
+        sizes = [_elements(p) * wire.itemsize for p, wire in zip(self.parameters, wires, strict=True)]
+        kinds = [(p.device, wire) for p, wire in zip(self.parameters, wires, strict=True)]
+        limit = self.plan.bucket_bytes
+        if limit is None:
+            total = sum(sizes[index] for index in order)
+            limit = bucket_bytes(total, self.link.latency, self.link.bandwidth) if self.link else max(total, 1)
+        layout = _Layout([], sparse=[i for i, on in enumerate(trained) if on and self._is_sparse[i]])
+        for parameters in fill_buckets(order, sizes, kinds, limit):
+            offsets, elements = [], 0
+            for position, index in enumerate(parameters):
+                layout.place[index] = (len(layout.buckets), position)
+                offsets.append(elements)
+                elements += _elements(self.parameters[index])
+            device, wire = kinds[parameters[0]]
+            layout.buckets.append(_Bucket(parameters, offsets, elements, wire, device))
+        return layout
+
+    def _wire_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        if parameter.is_complex():
+            return torch.view_as_real(parameter.detach()).dtype
+        if self.plan.compress == "bf16" and parameter.dtype in (torch.float32, torch.float64):
+            return torch.bfloat16
+        return parameter.dtype
+
+    def _agree(self) -> None:
+        """Agree with all ranks on what the first window showed: the order of the gradients, and how each comes."""
+        mine = {
+            "order": self._fired_order,
+            "fired": self._fired,
+            "sparse": [i for i, p in enumerate(self.parameters) if (g := _get_grad(p)) is not None and g.is_sparse],
+            "buffers": self._buffers.changed(),
+        }
+        everyones = self.session.all_gather_json(mine, "the first exchange of gradients")
+        order = dict.fromkeys(index for one in everyones for index in one["order"])
+        order.update(dict.fromkeys(reversed(range(len(self.parameters)))))
+        self._order = list(order)
+        self._expected = [max(1, *(one["fired"][i] for one in everyones)) for i in range(len(self.parameters))]
+        for one in everyones:
+            for index in one["sparse"]:
+                self._is_sparse[index] = True
+            self._buffers.follow(one["buffers"])
+
+    def _view(self, bucket: _Bucket, position: int) -> torch.Tensor:
+        """Return the place of a gradient in its bucket, shaped and laid out in memory like its parameter."""
+        assert bucket.buffer is not None
+        parameter, offset = self.parameters[bucket.parameters[position]], bucket.offsets[position]
+        if parameter.is_complex():
+            return bucket.buffer[offset : offset + _elements(parameter)].view(*parameter.shape, 2)
+        if parameter.is_contiguous() or not parameter.is_contiguous(memory_format=_memory_format(parameter)):
+            return bucket.buffer[offset : offset + parameter.numel()].view(parameter.shape)
+        return bucket.buffer.as_strided(parameter.size(), parameter.stride(), offset)
+
+    def _pack(self, bucket: _Bucket, position: int) -> None:
+        index = bucket.parameters[position]
+        if bucket.buffer is None:
+            elements = bucket.elements + len(bucket.parameters)
+            bucket.buffer = torch.empty(elements, dtype=bucket.dtype, device=bucket.device)
+        gradient = _get_grad(self.parameters[index]) if self._open[index] else None
+        view = self._view(bucket, position)
+        if gradient is None or not self._counts:
+            view.zero_()
+        else:
+            if gradient.requires_grad or gradient.is_sparse:
+                how = "backward(create_graph=True)" if gradient.requires_grad else "a sparse gradient after dense ones"
+                remedy = "torch.autograd.grad" if gradient.requires_grad else "sparse=False"
+                raise InputError(f"{self.names[index]} got {how}, which cannot be combined; use {remedy}")
+            source = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+            if source.dtype == view.dtype:
+                torch.mul(source, self._scale, out=view)
+            else:
+                view.copy_(source * self._scale)
+            bucket.present[position] = True
+        bucket.packed[position] = True
+        bucket.left -= 1
+
+    def _launch(self) -> None:
+        bucket = self._layout.buckets[self._launched]
+        self._launched += 1
+        assert bucket.buffer is not None
+        flags = bucket.buffer[bucket.elements :]
+        if all(bucket.present):
+            flags.fill_(1)
+        else:
+            flags.copy_(torch.tensor(bucket.present))
+        if self.group is not None:
+            bucket.pending = self.group.start_all_reduce(bucket.buffer, "the exchange of gradients")
+
+    def _wait(self, pending: Pending | None, what: str) -> None:
+        if pending is None or self.group is None:
+            return
+        began = time.perf_counter()
+        self.group.wait(pending, what)
+        self.waited_s += time.perf_counter() - began
+
+    def _unpack(self, bucket: _Bucket) -> None:
+        assert bucket.buffer is not None
+        # A rank that has every gradient need not look at the flags (on a GPU that would wait for it).
+        used = bucket.present if all(bucket.present) else (bucket.buffer[bucket.elements :] > 0.5).tolist()
+        for position, index in enumerate(bucket.parameters):
+            parameter, carry = self.parameters[index], self._carry[index]
+            if not used[position]:
+                if self._open[index]:
+                    _set_grad(parameter, carry)
+                continue
+            combined = self._view(bucket, position)
+            if parameter.is_complex():
+                combined = torch.view_as_complex(combined)
+            if combined.dtype != parameter.dtype:
+                combined = combined.to(parameter.dtype)
+            self._install(index, combined)
+        bucket.buffer, bucket.pending = None, None
+
+    def _install(self, index: int, combined: torch.Tensor) -> None:
+        parameter = self.parameters[index]
+        # Without a gradient of its own in this window, what the rank has in p.grad is from before it.
+        carry = self._carry[index] if self._open[index] else _get_grad(parameter)
+        if carry is not None:
+            combined = carry.add_(combined) if not carry.is_sparse else carry + combined
+        _set_grad(parameter, combined)
+
+    def _combine_sparse(self, index: int) -> None:
+        """Join the rows of all ranks' sparse gradients."""
+        parameter, what = self.parameters[index], f"the exchange of {self.names[index]}'s sparse gradient"
+        gradient = _get_grad(parameter) if self._open[index] and self._counts else None
+        if gradient is None:
+            indices = torch.empty((0, 1), dtype=torch.int64, device=parameter.device)
+            values = parameter.detach().new_empty((0, *parameter.shape[1:]))
+        else:
+            gradient = (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
+            indices, values = gradient.indices().t().contiguous(), gradient.values() * self._scale
+        if self.group is not None:
+            began = time.perf_counter()
+            counts = self.group.all_gather(
+                torch.tensor([len(values), gradient is not None], device=values.device), what
+            )
+            rows = [int(count[0]) for count in counts]
+            used = any(bool(count[1]) for count in counts)
+            indices = torch.cat(self.group.all_gather_rows(indices, rows, what))
+            values = torch.cat(self.group.all_gather_rows(values, rows, what))
+            self.waited_s += time.perf_counter() - began
+        else:
+            used = gradient is not None
+        if used:
+            self._install(index, torch.sparse_coo_tensor(indices.t(), values, parameter.shape).coalesce())
+        elif self._open[index]:
+            _set_grad(parameter, self._carry[index])
+
+    # ---- steps and links
+
+    def before_step(self, *, first: bool) -> None:
+        """Make sure that the optimizer reads the gradient of one process.
+
+        Args:
+            first: It is the first of the optimizers that step these parameters. A rank whose loss reached none of
+                them takes part in the others' exchange here.
+        """
+        if self.in_backward:
+            raise InputError(
+                "optimizer.step() was called inside the backward pass, before the gradients of all ranks were "
+                "combined; call it after loss.backward()"
+            )
+        if self.pending or (first and self.combined == 0):
+            self.combine()
+
+    def after_step(self) -> None:
+        """Note that the optimizer stepped."""
+        self._windows.step()
+        self.combined = 0
+
+    def measure_link(self) -> None:
+        """Measure, with all ranks, what an all-reduce costs; all take rank 0's figures."""
+        if self.group is None:
+            return
+        device = self.parameters[0].device
+        sizes, times = [], []
+        for elements in (1, 1, 1, 16384, 16384, 262144, 262144):
+            message = torch.zeros(elements, device=device)
+            began = time.perf_counter()
+            self.group.all_reduce(message, "measuring the link")
+            message[0].item()
+            sizes.append(4.0 * elements)
+            times.append(time.perf_counter() - began)
+            # Where 64 KiB take long, more bytes would tell nothing new and cost seconds.
+            if len(times) == 5 and self.session.all_gather_json(times[-1] > 0.05, "measuring the link")[0]:
+                break
+        link = fit_alpha_beta(sizes[1:], times[1:])  # the first message opens the connections
+        latency, rate = self.session.all_gather_json([link.latency, link.bandwidth], "measuring the link")[0]
+        self.link = Link(latency, rate)
+
+    def equal_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the buffers that were combined, by name."""
+        return self._buffers.equal()
+
+    def buffers_may_change(self) -> None:
+        """Agree on the buffers that have begun to change, so that they are kept equal from now on."""
+        for names in self.session.all_gather_json(self._buffers.changed(), "comparing the replicas"):
+            self._buffers.follow(names)
+
+
+def _before_accumulation(reducer: weakref.ref[Reducer], index: int) -> Any:
+    def hook(gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
+        alive = reducer()
+        if alive is None or gradients[0] is None:
+            return None
+        changed = alive.before_accumulation(index, gradients[0])
+        return None if changed is None else (changed,)
+
+    return hook
+
+
+def _after_accumulation(reducer: weakref.ref[Reducer], index: int) -> Any:
+    def hook(_: torch.Tensor) -> None:
+        alive = reducer()
+        if alive is not None:
+            alive.after_accumulation(index)
+
+    return hook
+
+
+def _elements(parameter: torch.Tensor) -> int:
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
+
+
+def _memory_format(parameter: torch.Tensor) -> torch.memory_format:
+    return {4: torch.channels_last, 5: torch.channels_last_3d}.get(parameter.dim(), torch.contiguous_format)

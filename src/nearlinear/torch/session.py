@@ -1,0 +1,380 @@
+"""What the hooks of one process share: its rank, the group it talks to, and the weight of the batch in hand."""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import hashlib
+import math
+import os
+import secrets
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from nearlinear import events
+from nearlinear.errors import InputError, NearlinearError, PeerLostError
+from nearlinear.runtime.environment import World, world_from
+from nearlinear.runtime.interface import address_to, interface_to
+from nearlinear.runtime.liveness import Liveness, Loss
+from nearlinear.torch.collectives import Group, explain, noticed
+from nearlinear.units import parse_seconds, seconds
+
+Weight = Callable[[Any], Any]
+
+
+@dataclass(slots=True)
+class Batch:
+    """What this rank holds of one batch.
+
+    Args:
+        samples: Samples in the whole batch.
+        mine: Samples of it that this rank holds, fillers left out.
+        weight: What this rank's share counts for in the loss's mean, in the user's measure; None: its samples.
+    """
+
+    samples: int
+    mine: int
+    weight: float | None = None
+    total: float | None = field(default=None, repr=False)
+
+    @property
+    def filler(self) -> bool:
+        """Whether this rank holds only a copy of a sample that another rank counts."""
+        return self.mine == 0
+
+
+@dataclass(slots=True, eq=False)
+class Passage:
+    """One pass over a loader.
+
+    Args:
+        loader: Number of the loader.
+        batches: What it has handed out.
+    """
+
+    loader: int
+    batches: list[Batch] = field(default_factory=list)
+
+
+class Session:
+    """One process's part in the run.
+
+    Args:
+        world: Who this process is.
+        liveness: Who still answers; None in a run of one process.
+    """
+
+    def __init__(self, world: World, liveness: Liveness | None = None) -> None:
+        self.rank, self.size = world.rank, world.size
+        self.liveness = liveness
+        self.deadline_s, self.silence_s = deadline_s(), silence_s()
+        self.control = self.new_group(torch.device("cpu"))
+        self.failed = False
+        self.summed = False  # weight="sum": gradients are added, not averaged
+        self.loaders = 0
+        self.batch: Batch | None = None
+        self.passage: Passage | None = None  # the pass that the latest batch or end of data came from
+        self.pass_over = False
+        self._training: list[tuple[Passage, Batch]] = []  # fetched since the latest backward pass began
+        self._backward: Batch | None = None
+        self._ahead = False  # batches are fetched before the backward pass of the one before them
+        self._said: set[str] = set()
+
+    # ---- what is said
+
+    def notice(self, message: str) -> None:
+        """Say something a person should know: once, on rank 0."""
+        if message in self._said:
+            return
+        self._said.add(message)
+        events.publish("notice", message=message)
+        if self.rank == 0:
+            print(f"nearlinear: {message}", file=sys.stderr, flush=True)
+
+    # ---- groups
+
+    def new_group(self, device: torch.device) -> Group | None:
+        """Return a group of its own, so that its exchanges cannot be mistaken for others'; None for one process."""
+        if self.liveness is None:
+            return None
+        backend = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+        what = "opening connections to all ranks"
+        try:
+            group = dist.new_group(backend=backend, timeout=datetime.timedelta(seconds=self.deadline_s + 60))
+        except RuntimeError as error:
+            raise explain(error, what, self.liveness, self.silence_s) from None
+        assert group is not None
+        return Group(group, self.liveness, deadline_s=self.deadline_s, silence_s=self.silence_s)
+
+    def all_gather_json(self, value: Any, what: str = "a message") -> list[Any]:
+        """Return every rank's ``value``."""
+        return [value] if self.control is None else self.control.all_gather_json(value, what)
+
+    def barrier(self, what: str = "a meeting of all ranks") -> None:
+        """Return when every rank is here."""
+        if self.control is not None:
+            self.control.barrier(what)
+
+    # ---- the weight of the batch in hand
+
+    def fetched(self, passage: Passage, batch: Batch) -> None:
+        """Note the batch that a loader has just handed out."""
+        self.batch, self.passage, self.pass_over = batch, passage, False
+        passage.batches.append(batch)
+        if torch.is_grad_enabled():
+            self._training.append((passage, batch))
+
+    def began_pass(self, loader: int) -> Passage:
+        """Note that a loader starts over: what an earlier pass handed out and nobody used is forgotten."""
+        self._training = [(passage, batch) for passage, batch in self._training if passage.loader != loader]
+        return Passage(loader)
+
+    def ended_pass(self, passage: Passage) -> None:
+        """Note that a loader is exhausted: unless batches are fetched ahead, all of its batches were used."""
+        self.passage, self.pass_over = passage, True
+        if not self._ahead:
+            self._training = [(each, batch) for each, batch in self._training if each is not passage]
+
+    def fraction(self, batch: Batch) -> float:
+        """Return the part of the batch's mean that this rank's share stands for; the ranks' parts sum to one."""
+        if batch.weight is None:
+            return batch.mine / batch.samples if batch.samples else math.nan
+        if batch.total is None:
+            batch.total = self._sum(batch.weight, "the weights of a batch")
+        # A batch that counts for nothing has no mean: one process would see 0 / 0 too.
+        return batch.weight / batch.total if batch.total else math.nan
+
+    def backward_fraction(self) -> float:
+        """Return the fraction of the backward pass in hand.
+
+        Raises:
+            InputError: The pass covers batches of different fractions, so that no single one is right.
+        """
+        if self._training:
+            passages = [passage for passage, _ in self._training]
+            if self._backward is None and len(set(map(id, passages))) < len(passages):
+                self._ahead = True
+            pending, self._training = [batch for _, batch in self._training], []
+            among = [*pending, self._backward] if self._ahead and self._backward else pending
+            fractions = [self.fraction(batch) for batch in among]
+            if max(fractions) - min(fractions) > 1e-12:
+                raise InputError(
+                    f"{len(pending)} batches were fetched before one backward pass, and rank {self.rank}'s parts of "
+                    f"them differ ({', '.join(f'{f:.4f}' for f in fractions[:4])}), so no weight is right for their "
+                    "sum; use drop_last=True, or fetch one batch per backward pass"
+                )
+            self._backward = pending[-1]
+        if self._backward is None:
+            return 1.0 / self.size
+        return self.fraction(self._backward)
+
+    def gradient_scale(self) -> float:
+        """Return the factor of this rank's gradients in their sum, for the backward pass in hand."""
+        fraction = self.backward_fraction()
+        if self.summed:
+            return 0.0 if self._backward is not None and self._backward.filler else 1.0
+        return fraction
+
+    def sample_fraction(self) -> float:
+        """Return the part of the samples of the backward pass in hand that are this rank's."""
+        batch = self._backward
+        return batch.mine / batch.samples if batch is not None and batch.samples else 1.0 / self.size
+
+    def mean_fraction(self) -> float:
+        """Return this rank's part in a mean over the batch in hand, or over the whole pass once it has ended."""
+        if self.pass_over and self.passage is not None:
+            batches = self.passage.batches
+            mine = sum(b.mine if b.weight is None else b.weight for b in batches)
+            if all(b.weight is None for b in batches):
+                total = float(sum(b.samples for b in batches))
+            else:
+                total = self._sum(mine, "the weights of a pass")
+            return mine / total if total else math.nan
+        return 1.0 / self.size if self.batch is None else self.fraction(self.batch)
+
+    def _sum(self, value: float, what: str) -> float:
+        if self.control is None:
+            return value
+        return float(self.control.all_reduce(torch.tensor([value], dtype=torch.float64), what))
+
+    def close(self) -> None:
+        """Say goodbye to the peers, unless the script failed: then they are to notice."""
+        if self.liveness is not None and not self.failed:
+            self.liveness.leave()
+
+
+_current: Session | None = None
+
+
+def current() -> Session | None:
+    """Return this process's session, if ``distribute`` was called."""
+    return _current
+
+
+def start(device: torch.device) -> Session:
+    """Return this process's session; the first call joins the run.
+
+    Raises:
+        InputError: The environment is incomplete, or the port of rank 0 is taken.
+        PeerLostError: A rank did not arrive within the deadline.
+    """
+    global _current
+    if _current is None:
+        _current = _join(world_from(), device)
+    return _current
+
+
+def deadline_s() -> float:
+    """Return how long a wait for a living peer may take, in seconds (``NEARLINEAR_DEADLINE``)."""
+    return parse_seconds(os.environ.get("NEARLINEAR_DEADLINE", "300 s"))
+
+
+def silence_s() -> float:
+    """Return after how long a silent peer is given up, in seconds (``NEARLINEAR_SILENCE``)."""
+    return parse_seconds(os.environ.get("NEARLINEAR_SILENCE", "5 s"))
+
+
+def _join(world: World, device: torch.device) -> Session:
+    if dist.is_available() and dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        world = replace(world, rank=rank, size=size, address=world.address or "127.0.0.1")
+    if world.size == 1:
+        return Session(world)
+    # Every rank computes with its part of the cores; two ranks with all of them would only take turns.
+    if "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+        torch.set_num_threads(max(1, cores // world.local_size))
+    if dist.is_initialized():
+        store = dist.distributed_c10d._get_default_store()
+    else:
+        interface = interface_to(world.address)
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            # NCCL refuses the loopback interface by name and finds it by itself.
+            if interface is not None and not (interface.startswith("lo") and variable.startswith("NCCL")):
+                os.environ.setdefault(variable, interface)
+        store = _rendezvous(world)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo",
+            store=PrefixStore("default", store),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=datetime.timedelta(seconds=deadline_s() + 60),
+        )
+    session = Session(world, _watch(world, PrefixStore("nearlinear", store)))
+    atexit.register(session.close)
+    return session
+
+
+def _rendezvous(world: World) -> Store:
+    """Return the store all ranks share, once all have arrived."""
+    limit = deadline_s()
+    # torchrun keeps the store in its agent; otherwise rank 0 opens it.
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    timeout = datetime.timedelta(seconds=limit)
+    try:
+        store: Store = TCPStore(
+            world.address, world.port, world.size, world.rank == 0 and not agent, timeout, wait_for_workers=False
+        )
+    except RuntimeError as error:
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+            raise InputError(
+                f"port {world.port} on {world.address} is taken; choose another with `nearlinear run --port P` "
+                "or MASTER_PORT"
+            ) from None
+        raise PeerLostError(
+            f"rank {world.rank} found no rank 0 at {world.address}:{world.port} within {seconds(limit)}; "
+            "is it running, and does MASTER_ADDR name its machine?",
+            0,
+        ) from None
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = PrefixStore(f"nearlinear/{attempt}", store)
+    store.set(f"here/{world.rank}", world.host)
+    for rank in range(world.size):
+        try:
+            store.wait([f"here/{rank}"], timeout)
+        except RuntimeError:
+            missing = [r for r in range(world.size) if not store.check([f"here/{r}"])]
+            raise PeerLostError(
+                f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {world.size} did not arrive "
+                f"within {seconds(limit)}; start all of them, or set NEARLINEAR_DEADLINE='10 min'",
+                missing[0] if missing else None,
+            ) from None
+    return store
+
+
+def _watch(world: World, store: Store) -> Liveness:
+    host = socket.gethostname()
+    if world.rank == 0:
+        token = secrets.token_hex(16)
+        # Where the others find rank 0 there they find its liveness too: the same interface, another port.
+        liveness = Liveness.listen(
+            world.size,
+            token,
+            host=host,
+            bind=address_to(world.address),
+            silence_s=silence_s(),
+            on_lost=_end_if_stuck,
+        )
+        store.set("liveness", f"{token} {liveness.port}")
+        return liveness
+    token, port = store.get("liveness").decode().split()
+    return Liveness.connect(
+        (world.address, int(port)),
+        world.rank,
+        token,
+        host=host,
+        deadline_s=deadline_s(),
+        silence_s=silence_s(),
+        on_lost=_end_if_stuck,
+    )
+
+
+def _end_if_stuck(loss: Loss) -> None:
+    """End the process when its main thread does not notice a loss by itself within seconds.
+
+    It may be stuck in a wait that is not ours: a collective the script called, a CUDA stream that waits for a peer.
+    """
+
+    def end() -> None:
+        if not noticed.is_set():
+            print(f"nearlinear: error: {loss}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    timer = threading.Timer(3.0, end)
+    timer.daemon = True
+    timer.start()
+
+
+def install_excepthook() -> None:
+    """Show our own errors as the one line they are, and return their exit code."""
+    before = sys.excepthook
+    if getattr(before, "nearlinear", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if _current is not None:
+            _current.failed = True
+        if not isinstance(error, NearlinearError):
+            before(kind, error, trace)
+            return
+        sys.stdout.flush()
+        print(f"nearlinear: error: {error}", file=sys.stderr, flush=True)
+        atexit._run_exitfuncs()
+        os._exit(error.exit_code)
+
+    hook.nearlinear = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
+
+
+def derived_seed(*parts: int | str) -> int:
+    """Return 63 bits that depend on all parts, the same on every machine."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

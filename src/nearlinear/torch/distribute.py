@@ -42,7 +42,8 @@ def distribute(
     named = _named_parameters(model, optimizer)
     session = start(named[0][1].device)
     number = len(_reducers)
-    session.summed = session.summed or weight == "sum"
+    if weight is not None or loaders:
+        session.summed = weight == "sum"
     buffers = list(model.named_buffers())
     require_same_model([*named, *buffers], session)
     for which, loader in enumerate(loaders, session.loaders):

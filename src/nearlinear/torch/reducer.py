@@ -304,6 +304,7 @@ class Reducer:
             offsets, elements = [], 0
             for position, index in enumerate(parameters):
                 layout.place[index] = (len(layout.buckets), position)
+                elements += elements % 2 if self.parameters[index].is_complex() else 0  # pairs begin at even places
                 offsets.append(elements)
                 elements += _elements(self.parameters[index])
             device, wire = kinds[parameters[0]]
@@ -359,7 +360,7 @@ class Reducer:
                 how = "backward(create_graph=True)" if gradient.requires_grad else "a sparse gradient after dense ones"
                 remedy = "torch.autograd.grad" if gradient.requires_grad else "sparse=False"
                 raise InputError(f"{self.names[index]} got {how}, which cannot be combined; use {remedy}")
-            source = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+            source = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
             if source.dtype == view.dtype:
                 torch.mul(source, self._scale, out=view)
             else:

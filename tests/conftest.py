@@ -1,0 +1,34 @@
+"""What all tests share: starting a script on N processes, as a user does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+
+
+def run(n: int, script: Path, *arguments: str, timeout_s: float = 280, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run ``nearlinear run -n N script`` with one thread per process, so that sums come out alike."""
+    command = [sys.executable, "-m", "nearlinear", "run", "-n", str(n), str(script), *arguments]
+    return subprocess.run(
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "NEARLINEAR_DEADLINE": "60 s", **env},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def names_in(source: str, kind: str) -> Sequence[str]:
+    """Return the functions that carry the decorator ``@kind``, without importing what they need."""
+    lines = (TESTS / source).read_text().splitlines()
+    return [
+        following.split("def ")[1].split("(")[0]
+        for line, following in zip(lines, lines[1:], strict=False)
+        if line == f"@{kind}"
+    ]

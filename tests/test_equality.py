@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from conftest import TESTS, names_in, run
 
 CASES = names_in("equality/cases.py", "case")

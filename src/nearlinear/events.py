@@ -19,6 +19,7 @@ from typing import Any
 
 Handler = Callable[[dict[str, Any]], None]
 
+_LONGEST = 4096  # bytes that a pipe takes at one stroke (PIPE_BUF)
 _handlers: dict[str, list[Handler]] = {}
 
 
@@ -48,8 +49,12 @@ def send_to_launcher(kind: str, **fields: Any) -> None:
     pipe = os.environ.get("NEARLINEAR_EVENTS")
     if pipe is None:
         return
-    line = json.dumps({"kind": kind, **fields}) + "\n"
+    line = json.dumps({"kind": kind, **fields}).encode() + b"\n"
+    if len(line) > _LONGEST:
+        return
     try:
-        os.write(int(pipe), line.encode()[:4096])
-    except (BrokenPipeError, BlockingIOError, OSError):
+        os.write(int(pipe), line)
+    except BlockingIOError:
+        pass  # the reader is busy; this line is lost, the next may not be
+    except OSError:
         os.environ.pop("NEARLINEAR_EVENTS", None)

@@ -68,10 +68,7 @@ def seconds(value: float) -> str:
         >>> seconds(0.0251)
         '25.1 ms'
     """
-    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if abs(value) >= factor or unit == "µs":
-            return f"{value / factor:.3g} {unit}"
-    raise AssertionError(value)
+    return _written(value, (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)))
 
 
 def size(value: float) -> str:
@@ -81,10 +78,7 @@ def size(value: float) -> str:
         >>> size(4_500_000)
         '4.5 MB'
     """
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
-        if abs(value) >= factor:
-            return f"{value / factor:.3g} {unit}"
-    return f"{value:.0f} B"
+    return _written(value, (("GB", 1e9), ("MB", 1e6), ("KB", 1e3), ("B", 1.0)))
 
 
 def bandwidth(value: float) -> str:
@@ -94,8 +88,11 @@ def bandwidth(value: float) -> str:
         >>> bandwidth(1.25e6)
         '10 Mbit/s'
     """
-    bits = value * 8
-    for unit, factor in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
-        if bits >= factor:
-            return f"{bits / factor:.3g} {unit}"
-    return f"{bits:.0f} bit/s"
+    return _written(value * 8, (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3), ("bit/s", 1.0)))
+
+
+def _written(value: float, units: tuple[tuple[str, float], ...]) -> str:
+    # A hair below a unit is that unit: 0.99999 Gbit/s reads 1 Gbit/s, not 1000 Mbit/s.
+    unit, factor = next((each for each in units if abs(value) >= 0.9995 * each[1]), units[-1])
+    number = value / factor
+    return f"{number:,.0f} {unit}" if abs(number) >= 999.5 else f"{number:.3g} {unit}"

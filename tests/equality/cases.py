@@ -441,9 +441,7 @@ def tied_weights_and_a_mean_over_tokens(note: Note) -> None:
     model = Tied()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     loader = DataLoader(tokens(), batch_size=6, shuffle=True)
-    model, optimizer, loader = nl.distribute(
-        model, optimizer, loader, weight=lambda batch: (batch[1] != -100).sum()
-    )
+    model, optimizer, loader = nl.distribute(model, optimizer, loader, weight=lambda batch: (batch[1] != -100).sum())
     train(note, model, optimizer, loader, loss_of=token_loss)
 
 
@@ -452,9 +450,7 @@ def accumulation_of_means_over_tokens(note: Note) -> None:
     model = Tied()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(tokens(), batch_size=4, shuffle=True)
-    model, optimizer, loader = nl.distribute(
-        model, optimizer, loader, weight=lambda batch: (batch[1] != -100).sum()
-    )
+    model, optimizer, loader = nl.distribute(model, optimizer, loader, weight=lambda batch: (batch[1] != -100).sum())
     for epoch in range(2):
         for i, batch in enumerate(loader, 1):
             if (nl.total((batch[1] != -100).sum())) > 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import atexit
 import os
 import time
 import weakref
@@ -190,10 +190,11 @@ class _Steps:
         self._step = 0
         self._last = time.perf_counter()
         self._sent = 0.0
-        self._tally: list[float] = [0, 0, 0.0, 0.0]  # steps, samples, seconds, seconds waited since the last report
+        self._tally: list[float] = [0, 0.0, 0.0]  # samples, seconds, seconds waited since the last report
 
     def attach(self) -> None:
         """Put the hooks on the optimizer."""
+        atexit.register(self._send)
         self._optimizer.register_step_pre_hook(self._before)
         self._optimizer.register_step_post_hook(self._after)
 
@@ -246,30 +247,38 @@ class _Steps:
         waited = sum(reducer.waited_s for reducer in self._reducers)
         for reducer in self._reducers:
             reducer.samples, reducer.waited_s = 0, 0.0
-        for place, amount in enumerate((1, samples, elapsed, waited)):
+        for place, amount in enumerate((samples, elapsed, waited)):
             self._tally[place] += amount
         if events.listened_to("step"):
             events.publish(
                 "step",
-                model=self._reducers[0].number if self._reducers else 0,
+                model=self._reducers[0].number,
                 step=self._step,
                 seconds=elapsed,
                 waited=waited,
                 samples=samples,
                 parameters=self._parameters,
             )
-        if self._step > 1 and now - self._sent > 0.2:
-            _, handed, spent, stood = self._tally
-            self._sent, self._tally = now, [0, 0, 0.0, 0.0]
-            events.send_to_launcher(
-                "step",
-                rank=self._session.rank,
-                step=self._step,
-                samples_per_s=handed / spent if spent else math.nan,
-                waiting=stood / spent if spent else 0.0,
-            )
-        elif self._step == 1:
-            self._tally = [0, 0, 0.0, 0.0]  # the first step measures and agrees; it would not be representative
+        if self._step == 1:
+            self._tally = [0, 0.0, 0.0]  # the first step measures and agrees; it would not be representative
+        elif now - self._sent > 0.2:
+            self._sent = now
+            self._send()
+
+    def _send(self) -> None:
+        """Tell the launcher how far and how fast the run is."""
+        samples, spent, waited = self._tally
+        if not spent:
+            return
+        self._tally = [0, 0.0, 0.0]
+        events.send_to_launcher(
+            "step",
+            rank=self._session.rank,
+            model=self._reducers[0].number,
+            step=self._step,
+            samples_per_s=samples / spent,
+            waiting=waited / spent,
+        )
 
     def _parameters(self) -> list[tuple[str, torch.Tensor]]:
         return [pair for r in self._reducers for pair in zip(r.names, r.parameters, strict=True)]

@@ -58,10 +58,12 @@ class Passage:
     Args:
         loader: Number of the loader.
         batches: What it has handed out.
+        over: The loader is exhausted.
     """
 
     loader: int
     batches: list[Batch] = field(default_factory=list)
+    over: bool = False
 
 
 class Session:
@@ -127,6 +129,8 @@ class Session:
 
     def fetched(self, passage: Passage, batch: Batch) -> None:
         """Note the batch that a loader has just handed out."""
+        if batch.weight is None and passage.batches and passage.batches[-1] == batch:
+            batch = passage.batches[-1]  # a long pass of equal batches holds one
         self.batch, self.passage, self.pass_over = batch, passage, False
         passage.batches.append(batch)
         if torch.is_grad_enabled():
@@ -138,10 +142,8 @@ class Session:
         return Passage(loader)
 
     def ended_pass(self, passage: Passage) -> None:
-        """Note that a loader is exhausted: unless batches are fetched ahead, all of its batches were used."""
-        self.passage, self.pass_over = passage, True
-        if not self._ahead:
-            self._training = [(each, batch) for each, batch in self._training if each is not passage]
+        """Note that a loader is exhausted."""
+        self.passage, self.pass_over, passage.over = passage, True, True
 
     def fraction(self, batch: Batch) -> float:
         """Return the part of the batch's mean that this rank's share stands for; the ranks' parts sum to one."""
@@ -162,7 +164,9 @@ class Session:
             passages = [passage for passage, _ in self._training]
             if self._backward is None and len(set(map(id, passages))) < len(passages):
                 self._ahead = True
-            pending, self._training = [batch for _, batch in self._training], []
+            # A pass that ended while another goes on was an evaluation within it.
+            running = [batch for passage, batch in self._training if not passage.over]
+            pending, self._training = running or [batch for _, batch in self._training], []
             among = [*pending, self._backward] if self._ahead and self._backward else pending
             fractions = [self.fraction(batch) for batch in among]
             if max(fractions) - min(fractions) > 1e-12:
@@ -229,6 +233,7 @@ def start(device: torch.device) -> Session:
     global _current
     if _current is None:
         _current = _join(world_from(), device)
+        install_excepthook()  # torch.distributed has put one before ours that swallows what is printed on the way out
     return _current
 
 
@@ -353,25 +358,27 @@ def _end_if_stuck(loss: Loss) -> None:
     timer.start()
 
 
+_hook_before = sys.excepthook
+
+
 def install_excepthook() -> None:
     """Show our own errors as the one line they are, and return their exit code."""
-    before = sys.excepthook
-    if getattr(before, "nearlinear", False):
+    global _hook_before
+    if sys.excepthook is not _excepthook and _current is None:
+        _hook_before = sys.excepthook
+    sys.excepthook = _excepthook
+
+
+def _excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    if _current is not None:
+        _current.failed = True  # the peers are to notice that this process ended
+    if not isinstance(error, NearlinearError):
+        _hook_before(kind, error, trace)
         return
-
-    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if _current is not None:
-            _current.failed = True
-        if not isinstance(error, NearlinearError):
-            before(kind, error, trace)
-            return
-        sys.stdout.flush()
-        print(f"nearlinear: error: {error}", file=sys.stderr, flush=True)
-        atexit._run_exitfuncs()
-        os._exit(error.exit_code)
-
-    hook.nearlinear = True  # type: ignore[attr-defined]
-    sys.excepthook = hook
+    sys.stdout.flush()
+    print(f"nearlinear: error: {error}", file=sys.stderr, flush=True)
+    atexit._run_exitfuncs()
+    os._exit(error.exit_code)
 
 
 def derived_seed(*parts: int | str) -> int:

@@ -1,0 +1,173 @@
+"""What cannot be distributed as given, with words of the error it must raise; run on two processes at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import nearlinear as nl
+
+CASES: dict[str, tuple[str, Callable[[], Any]]] = {}
+
+
+def refusal(words: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    def note(fn: Callable[[], Any]) -> Callable[[], Any]:
+        CASES[fn.__name__] = (words, fn)
+        return fn
+
+    return note
+
+
+def parts(samples: int = 16, **kwargs: Any) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    data = TensorDataset(torch.randn(samples, 4), torch.randint(0, 2, (samples,)))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, **{"batch_size": 4, **kwargs})
+
+
+@refusal("not a torch.nn.Module; hand over the model first")
+def optimizer_in_place_of_the_model() -> None:
+    model, optimizer, loader = parts()
+    nl.distribute(optimizer, model, loader)
+
+
+@refusal("the order is distribute(model, optimizer, *loaders), with None for no optimizer")
+def loader_in_place_of_the_optimizer() -> None:
+    model, _, loader = parts()
+    nl.distribute(model, loader)
+
+
+@refusal("the optimizer holds 4 parameters and none of them is one of the model's 4")
+def optimizer_of_another_model() -> None:
+    nl.distribute(parts()[0], parts()[1])
+
+
+@refusal("0.weight is on the meta device and holds no values")
+def parameters_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4))
+    nl.distribute(model)
+
+
+@refusal("0.weight has no shape yet (a lazy layer)")
+def lazy_layers() -> None:
+    nl.distribute(nn.Sequential(nn.LazyLinear(4)))
+
+
+@refusal("Flatten has no parameters")
+def nothing_to_train() -> None:
+    nl.distribute(nn.Flatten())
+
+
+@refusal("unknown strategy 'magic'; choose one of: auto, data")
+def unknown_strategy() -> None:
+    nl.distribute(parts()[0], strategy="magic")
+
+
+@refusal("weight is 3; give a function of a batch, or 'sum'")
+def a_number_as_weight() -> None:
+    nl.distribute(parts()[0], weight=3)  # type: ignore[arg-type]
+
+
+@refusal("loader 0 is a list; nearlinear shares out torch DataLoaders")
+def a_list_of_batches() -> None:
+    nl.distribute(parts()[0], None, [1, 2, 3])
+
+
+@refusal("has a DistributedSampler, which would shard the data a second time")
+def data_sharded_already() -> None:
+    data = TensorDataset(torch.randn(16, 4))
+    nl.distribute(parts()[0], None, DataLoader(data, sampler=DistributedSampler(data)))
+
+
+@refusal("has 1 samples for 2 ranks; start at most 1")
+def more_ranks_than_samples() -> None:
+    nl.distribute(*parts(samples=1))
+
+
+@refusal("samples on rank 0 and 17 on rank 1; every rank needs the whole data set")
+def data_sets_of_different_lengths() -> None:
+    nl.distribute(*parts(samples=16 + nl.rank()))
+
+
+@refusal("the model differs between ranks: 0.weight (3, 4) torch.float32 on rank 0 and 0.weight (4, 4)")
+def models_that_differ_between_ranks() -> None:
+    nl.distribute(nn.Sequential(nn.Linear(4, 3 + nl.rank())))
+
+
+@refusal("handed to distribute before")
+def a_loader_handed_over_twice() -> None:
+    model, optimizer, loader = nl.distribute(*parts())
+    nl.distribute(parts()[0], None, loader)
+
+
+@refusal("in_order=False")
+def batches_in_any_order() -> None:
+    nl.distribute(*parts(in_order=False))
+
+
+@refusal("hand over the model itself (model.module)")
+def a_model_that_is_wrapped() -> None:
+    nl.distribute(nn.DataParallel(parts()[0]))
+
+
+@refusal("optimizer.step() was called inside the backward pass")
+def a_step_inside_backward() -> None:
+    model, optimizer, _ = parts()
+    nl.distribute(model, optimizer)
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    model(torch.ones(2, 4)).sum().backward()
+
+
+@refusal("batches were fetched before one backward pass")
+def uneven_batches_in_one_backward() -> None:
+    model, optimizer, loader = nl.distribute(*parts(samples=7))
+    losses = [F.cross_entropy(model(x), y) for x, y in loader]
+    sum(losses).backward()  # type: ignore[union-attr]
+
+
+@refusal("nl.gather got 5 rows on rank")
+def rows_that_belong_to_no_batch() -> None:
+    model, _, loader = nl.distribute(*parts())
+    for _ in loader:
+        nl.gather(torch.zeros(5))
+
+
+@refusal("holds no tensor whose dimension 0 could be shared out")
+def batches_without_a_tensor() -> None:
+    model = parts()[0]
+    loader = DataLoader(["a", "b"], batch_size=None)
+    model, loader = nl.distribute(model, None, loader)
+    list(loader)
+
+
+@refusal("became a parameter of the model after distribute")
+def parameters_added_after_distribute() -> None:
+    model, optimizer, loader = nl.distribute(*parts())
+    model.append(nn.Linear(2, 2))
+    for x, y in loader:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+@refusal("got backward(create_graph=True), which cannot be combined; use torch.autograd.grad")
+def a_graph_of_gradients() -> None:
+    model, optimizer, _ = parts()
+    nl.distribute(model, optimizer)
+    model(torch.ones(2, 4)).square().sum().backward(create_graph=True)
+
+
+@refusal("'fast' is not a size")
+def a_unit_that_is_none() -> None:
+    from nearlinear.units import parse_bytes
+
+    parse_bytes("fast")
+
+
+@refusal("bucket_bytes is 0; it must be at least 1")
+def a_plan_out_of_range() -> None:
+    nl.Plan(bucket_bytes=0)

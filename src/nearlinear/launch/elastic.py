@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from nearlinear.errors import InputError
-from nearlinear.launch.environment import gpus_for, threads, usable_cores
+from nearlinear.launch.environment import gpus_for, threads
+from nearlinear.runtime.environment import usable_cores
 from nearlinear.runtime.interface import address_to, interface_to
 
 

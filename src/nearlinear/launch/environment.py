@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import socket
@@ -53,11 +52,6 @@ def threads(n: int, cores: int, inherited: Mapping[str, str]) -> dict[str, str]:
         return {}
     each = str(max(1, cores // n))
     return {"OMP_NUM_THREADS": each} | ({} if "MKL_NUM_THREADS" in inherited else {"MKL_NUM_THREADS": each})
-
-
-def usable_cores() -> int:
-    """Return how many cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def gpus_for(n: int, env: Mapping[str, str]) -> list[str]:

@@ -14,10 +14,11 @@ from functools import partial
 from types import FrameType
 from typing import IO, Any
 
-from nearlinear.launch.environment import checked_port, free_port, gpus_for, rank_environment, usable_cores
+from nearlinear.launch.environment import checked_port, free_port, gpus_for, rank_environment
 from nearlinear.launch.lines import Lines, Printer
 from nearlinear.launch.outcome import End, Outcome
 from nearlinear.launch.processes import Processes
+from nearlinear.runtime.environment import usable_cores
 
 OnLine = Callable[[int, str, bytes], None]
 OnEvent = Callable[[dict[str, Any]], None]

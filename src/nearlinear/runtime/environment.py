@@ -36,6 +36,11 @@ class World:
         return socket.gethostname()
 
 
+def usable_cores() -> int:
+    """Return how many cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = env.get(name)
     if text is None and default is not None:

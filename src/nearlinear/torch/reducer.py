@@ -51,7 +51,7 @@ def _read_grad(self: torch.Tensor) -> torch.Tensor | None:
     if owner is not None:
         reducer = owner()
         if reducer is not None and reducer.pending and not reducer.in_backward:
-            reducer.combine()
+            reducer.read()
     return _get_grad(self)  # type: ignore[no-any-return]
 
 
@@ -233,6 +233,11 @@ class Reducer:
 
     # ---- combining
 
+    def read(self) -> None:
+        """Combine because somebody reads the gradients: the pass was the last of its window after all."""
+        self._windows.used()
+        self.combine()
+
     def combine(self) -> None:
         """Replace every ``p.grad`` by the gradient of one process; return when that is done.
 
@@ -245,7 +250,6 @@ class Reducer:
                 "so the ranks no longer agree; start again from the last checkpoint"
             )
         self._in_backward = False
-        self._windows.used()
         if self._order is None:
             self._agree()
         if not self._overlap:

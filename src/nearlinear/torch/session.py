@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from nearlinear import events
 from nearlinear.errors import InputError, NearlinearError, PeerLostError
-from nearlinear.runtime.environment import World, world_from
+from nearlinear.runtime.environment import World, usable_cores, world_from
 from nearlinear.runtime.interface import address_to, interface_to
 from nearlinear.runtime.liveness import Liveness, Loss
 from nearlinear.torch.collectives import Group, explain, noticed
@@ -255,8 +255,7 @@ def _join(world: World, device: torch.device) -> Session:
         return Session(world)
     # Every rank computes with its part of the cores; two ranks with all of them would only take turns.
     if "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-        torch.set_num_threads(max(1, cores // world.local_size))
+        torch.set_num_threads(max(1, usable_cores() // world.local_size))
     if dist.is_initialized():
         store = dist.distributed_c10d._get_default_store()
     else:

@@ -299,11 +299,10 @@ def the_mean_after_a_pass_is_weighted_by_the_pass() -> None:
     model = mlp()
     loader = DataLoader(data(17), batch_size=8)
     model, loader = nl.distribute(model, None, loader)
-    seen, inner = 0.0, 0
-    for x, _ in loader:
-        if nl.is_main() or inner < 2:  # what rank 1 holds of the last batch is a filler
+    seen = 0.0
+    for number, (x, _) in enumerate(loader):
+        if nl.is_main() or number < 2:  # what rank 1 holds of the last batch is a filler
             seen += float(x.sum())
-        inner += 1
     mine = 9 if nl.is_main() else 8
     expected = float(data(17).tensors[0].sum()) / 17
     assert abs(nl.mean(seen / mine) - expected) < 1e-5

@@ -1,1 +1,1 @@
-"""Named arrays and JSON in one folder that is whole or absent."""
+"""A checkpoint on disk: named arrays and JSON in one folder that is whole or absent."""

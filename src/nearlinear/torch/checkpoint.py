@@ -28,11 +28,11 @@ from nearlinear.checkpoint.together import Alone, Change, Ranks, change_all, on_
 from nearlinear.errors import CheckpointError, InputError
 
 T = TypeVar("T")
-Path = str | os.PathLike[str]
+PathLike = str | os.PathLike[str]
 
 
 def save(
-    path: Path,
+    path: PathLike,
     model: Any,
     optimizer: Any = None,
     loader: Any = None,
@@ -67,7 +67,7 @@ def save(
 
 
 def load(
-    path: Path,
+    path: PathLike,
     model: Any,
     optimizer: Any = None,
     loader: Any = None,
@@ -113,7 +113,7 @@ def load(
 
 
 def _write(
-    path: Path, model: Any, optimizer: Any, loader: Any, extra: Mapping[str, Any], positions: list[Json]
+    path: PathLike, model: Any, optimizer: Any, loader: Any, extra: Mapping[str, Any], positions: list[Json]
 ) -> None:
     modules = _modules(model)
     weights: dict[str, Array] = {}
@@ -122,11 +122,11 @@ def _write(
     state = {
         "model": _modules_out(modules, "model", (), weights, others),
         "optimizer": {
-            name: _optimizer_out(each, _label("optimizer", name), (name,) if name else (), _names(modules), moments)
+            name: _optimizer_out(each, _label("optimizer", name), _path(name), _names(modules), moments)
             for name, each in _optimizers(optimizer).items()
         },
         "loader": {
-            name: encode(each.state_dict(), _label("loader", name), ("loader", name), others, _array_or_none)
+            name: encode(each.state_dict(), _label("loader", name), _path("loader", name), others, _array_or_none)
             for name, each in _loaders(loader).items()
         },
         "extra": {name: _extra_out(value, f"extra[{name!r}]", name, others) for name, value in extra.items()},
@@ -137,7 +137,7 @@ def _write(
 
 
 def _prepare(
-    path: Path, model: Any, optimizer: Any, loader: Any, extra: Mapping[str, Any], rank: int
+    path: PathLike, model: Any, optimizer: Any, loader: Any, extra: Mapping[str, Any], rank: int
 ) -> tuple[str, dict[str, Any], list[Change]]:
     """Return the checkpoint's identity, its plain values and what a load will do, after checking that it can."""
     modules, optimizers, loaders = _modules(model), _optimizers(optimizer), _loaders(loader)
@@ -146,6 +146,7 @@ def _prepare(
         raise CheckpointError(f"{os.fspath(path)} was not saved by nearlinear's PyTorch side; load another checkpoint")
     state, others = saved.documents["state"], saved.arrays["extra"]
     where = os.fspath(path)
+    weights = _modules_in(modules, state["model"], saved.arrays["model"], others, "model", where)
     changes = []
     for name, each in _same_names(optimizers, state["optimizer"], "optimizer", where).items():
         moments = saved.arrays["optimizer"]
@@ -160,9 +161,8 @@ def _prepare(
     }
     for name, target in extra.items():
         changes.append(_extra_in(target, name, state["extra"], others, where))
-    changes.append(_modules_in(modules, state["model"], saved.arrays["model"], others, "model", where))
-    changes.append(Change(_remember_streams, lambda: _restore_streams(state["streams"], rank)))
-    return saved.identity, values, changes
+    positions = Change(_remember_streams, lambda: _restore_streams(state["streams"], rank))
+    return saved.identity, values, [*changes, weights, positions]
 
 
 # ---- several of a kind
@@ -181,19 +181,21 @@ def _label(kind: str, name: str) -> str:
     return f"{kind}[{name!r}]" if name else kind
 
 
+def _path(*names: str) -> tuple[str, ...]:
+    return tuple(name for name in names if name)
+
+
 def _modules(model: Any) -> dict[str, nn.Module]:
     """Return the plain modules in ``model``: what DataParallel and torch.compile wrapped."""
-    modules = _named(model)
-    for name, module in modules.items():
+    modules = {}
+    for name, module in ({"": None} if model is None else _named(model)).items():
         if not isinstance(module, nn.Module):
             raise InputError(f"{_label('model', name)} is of type {type(module).__name__}; give a torch.nn.Module")
-        while True:
-            if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
-                module = module.module
-            elif isinstance(getattr(module, "_orig_mod", None), nn.Module):
-                module = module._orig_mod
-            else:
-                break
+        inside: Any = module
+        while isinstance(inside, nn.Module):
+            module = inside
+            parallel = isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel)
+            inside = module.module if parallel else getattr(module, "_orig_mod", None)
         modules[name] = module
     return modules
 
@@ -219,6 +221,8 @@ def _loaders(loader: Any) -> dict[str, Any]:
 
 
 def _is_stateful(value: Any) -> bool:
+    if isinstance(value, type):
+        return False
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
@@ -444,7 +448,9 @@ def _optimizer_in(
 ) -> Change:
     """Return the change that gives each parameter the state that was saved under its name."""
     if saved["type"] != type(optimizer).__name__:
-        raise CheckpointError(f"the {label} is {saved['type']} and this one {type(optimizer).__name__}")
+        raise CheckpointError(
+            f"the {label} is {saved['type']} and this one {type(optimizer).__name__}; load into the same kind"
+        )
     groups = _matching_groups(optimizer, saved["groups"], label, names)
 
     def remember() -> Callable[[], None]:
@@ -484,15 +490,14 @@ def _matching_groups(
         if match is None:
             there = {name for other in saved for name in other["shapes"]}
             strange = [name for name in in_group if name not in there]
-            why = (
-                f"it has no {_few(strange)}" if strange else f"its groups divide {_few(in_group)} and others otherwise"
-            )
+            why = f"it has no {_few(strange)}" if strange else f"it divides {_few(in_group)} and others otherwise"
             raise CheckpointError(f"the {label} has no group like group {i} here: {why}; build the groups as saved")
         for name, parameter in zip(in_group, group["params"], strict=True):
             if match["shapes"][name] != list(parameter.shape):
                 shape = tuple(match["shapes"][name])
                 raise CheckpointError(
-                    f"the {label} has {name!r} with shape {shape}, here it is {tuple(parameter.shape)}"
+                    f"the {label} has {name!r} with shape {shape}, here it is {tuple(parameter.shape)}; "
+                    "build the groups as saved"
                 )
         free.remove(match)
         pairs.append((match, group))
@@ -537,7 +542,8 @@ def _extra_in(target: Any, name: str, saved: Mapping[str, Json], arrays: Mapping
     kind = "module" if isinstance(target, nn.Module) else "state" if _is_stateful(target) else "value"
     if kind == "value":
         raise InputError(
-            f"{name}={target!r:.40} has nothing to load into; leave it out, load(...) returns it: extras[{name!r}]"
+            f"{name} is of type {type(target).__name__} and nothing to load into; leave it out, load(...) returns the "
+            f"saved one: extras[{name!r}]"
         )
     if name not in saved:
         raise CheckpointError(f"{where} has no extra {name!r}; it has {_few(saved) or 'none'}")

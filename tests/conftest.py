@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -29,6 +30,6 @@ def names_in(source: str, kind: str) -> Sequence[str]:
     lines = (TESTS / source).read_text().splitlines()
     return [
         following.split("def ")[1].split("(")[0]
-        for line, following in zip(lines, lines[1:], strict=False)
+        for line, following in itertools.pairwise(lines)
         if line == f"@{kind}"
     ]

@@ -99,6 +99,12 @@ def models_that_differ_between_ranks() -> None:
     nl.distribute(nn.Sequential(nn.Linear(4, 3 + nl.rank())))
 
 
+@refusal("an earlier distribute call took the losses of this run as a mean and this one takes them as 'sum'")
+def two_kinds_of_weight() -> None:
+    nl.distribute(*parts())
+    nl.distribute(parts()[0], weight="sum")
+
+
 @refusal("handed to distribute before")
 def a_loader_handed_over_twice() -> None:
     model, optimizer, loader = nl.distribute(*parts())

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from nearlinear.cli import run
+from nearlinear.cli import check, demo, run
 from nearlinear.errors import InputError, NearlinearError
 
 
@@ -44,5 +44,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="nearlinear", description="Train one script on one process or many.", allow_abbrev=False)
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands: argparse._SubParsersAction[Any] = parser.add_subparsers(metavar="COMMAND", required=True)
-    run.register(commands)
+    for command in (run, check, demo):
+        command.register(commands)
     return parser

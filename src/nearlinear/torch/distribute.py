@@ -42,8 +42,7 @@ def distribute(
     named = _named_parameters(model, optimizer)
     session = start(named[0][1].device)
     number = len(_reducers)
-    if weight is not None or loaders:
-        session.summed = weight == "sum"
+    _weigh(session, loaders, weight)
     buffers = list(model.named_buffers())
     require_same_model([*named, *buffers], session)
     for which, loader in enumerate(loaders, session.loaders):
@@ -118,6 +117,24 @@ def _named_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None)
     return named
 
 
+def _weigh(session: Session, loaders: Sequence[Any], weight: Weight | str | None) -> None:
+    """Settle whether the run's losses are means or parts of a sum; a second model without loaders follows the first.
+
+    Raises:
+        InputError: An earlier call settled it otherwise.
+    """
+    if weight is None and not loaders and session.summed is not None:
+        return
+    summed = weight == "sum"
+    if session.summed is not None and session.summed != summed:
+        first, now = ("'sum'", "a mean") if session.summed else ("a mean", "'sum'")
+        raise InputError(
+            f"an earlier distribute call took the losses of this run as {first} and this one takes them as {now}; "
+            "give both calls the same kind of weight"
+        )
+    session.summed = summed
+
+
 def _name_differences(model: nn.Module, session: Session) -> None:
     """Say, once, what cannot be the same as in one process."""
     layers = [
@@ -127,8 +144,9 @@ def _name_differences(model: nn.Module, session: Session) -> None:
     ]
     if layers:
         session.notice(
-            f"BatchNorm ({_some(layers)}) normalises over each rank's share of the batch; "
-            "nn.SyncBatchNorm.convert_sync_batchnorm(model) before distribute gives the numbers of one process"
+            f"BatchNorm ({_some(layers)}) normalises over each rank's share of the batch (and cannot train on a share "
+            "of one sample); nn.SyncBatchNorm.convert_sync_batchnorm(model) before distribute gives the numbers of one "
+            "process"
         )
     dropouts = [
         name

@@ -80,7 +80,7 @@ class Session:
         self.deadline_s, self.silence_s = deadline_s(), silence_s()
         self.control = self.new_group(torch.device("cpu"))
         self.failed = False
-        self.summed = False  # weight="sum": gradients are added, not averaged
+        self.summed: bool | None = None  # weight="sum": gradients are added, not averaged; None: not said yet
         self.loaders = 0
         self.batch: Batch | None = None
         self.passage: Passage | None = None  # the pass that the latest batch or end of data came from

@@ -328,6 +328,15 @@ def test_hosts_know_their_names() -> None:
         assert line(start(network, 1, show)) == "host1 10.77.0.2 10.77.0.1"
 
 
+@netns
+def test_a_command_of_a_host_runs_there() -> None:
+    show = [sys.executable, "-c", "import socket, sys; print(socket.gethostname(), *sys.argv[1:])", "a b", "$0"]
+    with Network(2) as network:
+        command = network[1].command(show)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=True)
+    assert done.stdout == "host1 a b $0\n"
+
+
 def left_by(owner: int) -> list[str]:
     """Return the namespaces, and files for them, of a process."""
     folders = [folder for folder in (Path("/run/netns"), Path("/etc/netns")) if folder.exists()]

@@ -353,6 +353,29 @@ def test_a_rank_that_waits_learns_where_the_others_are(ranks: Callable[..., Live
     assert left[0].left and left[2].left  # what was known before is still there when rank 0 is not
 
 
+@pytest.mark.parametrize("leaver", [1, 0])
+def test_who_leaves_is_remembered_at_its_last_step(ranks: Callable[..., Liveness], leaver: int) -> None:
+    # It beats once, when it starts, and not again for half a minute; its goodbye used to leave that as its last step.
+    slow = {"beat_s": 30.0, "silence_s": 90.0}
+    pair = [ranks(2, **(slow if leaver == 0 else {})), ranks(rank=1, **(slow if leaver == 1 else {}))]
+    if leaver == 1:
+        pair[1].progress()  # its first beat has gone out
+    pair[leaver].where(12, "gradient exchange")
+    pair[leaver].leave()
+    other = 1 - leaver
+    assert str(pair[other].progress()[leaver]) == f"rank {leaver} on host-{leaver}: left the run after step 12"
+    assert pair[leaver].progress()[leaver].step == 12
+
+
+@pytest.mark.parametrize("failing", [2, 0])
+def test_who_hangs_up_has_ended_for_the_others_at_once(ranks: Callable[..., Liveness], failing: int) -> None:
+    everyone = [ranks(3, silence_s=60.0), *(ranks(rank=rank, silence_s=60.0) for rank in (1, 2))]
+    everyone[failing].hang_up()
+    for rank in {0, 1, 2} - {failing}:
+        assert str(everyone[rank].wait_lost(SOON)) == f"rank {failing} on host-{failing}: its process ended"
+    assert everyone[failing].lost() is None
+
+
 def test_a_mute_rank_is_named_on_the_others(ranks: Callable[..., Liveness]) -> None:
     zero = ranks(3, silence_s=0.5)
     one = ranks(rank=1)

@@ -196,6 +196,37 @@ def gradients_never_zeroed(note: Note) -> None:
     state(note, model)
 
 
+class Wide(nn.Module):
+    """Weights of 0.4 MB and more: each is a message of its own, summed where it lies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 8000), nn.Linear(8000, 8), nn.Linear(8, 3)
+        self.rare, self.never = nn.Linear(6, 8000, bias=False), nn.Linear(6, 8000, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        chosen = x[:, 0] > 0.9
+        if chosen.any():
+            hidden = hidden.index_add(0, chosen.nonzero()[:, 0], self.rare(x[chosen]))
+        return self.last(torch.tanh(self.second(hidden)))
+
+
+@case
+def large_gradients_summed_in_place(note: Note) -> None:
+    model = Wide()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.5)
+    loader = DataLoader(data(49), batch_size=4)
+    model, optimizer, loader = nl.distribute(model, optimizer, loader)
+    for i, (x, y) in enumerate(itertools.chain(loader, loader), 1):
+        F.cross_entropy(model(x), y).backward()
+        if i % 3 == 0:
+            gradients(note, model, f"{i} ")
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=i % 2 == 0)
+    state(note, model)
+
+
 @case
 def gradients_kept_by_the_script(note: Note) -> None:
     model = mlp()

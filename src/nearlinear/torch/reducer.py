@@ -10,8 +10,9 @@ into its bucket as it becomes ready, and a full bucket is summed over the ranks 
     p.grad                                                   = the sum      (views into the buckets, no copy back)
 
 Buckets are sent in the same order on every rank, whatever became ready first, so that the ranks' messages match.
-A bucket ends with one flag per parameter: how many ranks have a gradient for it. Where none has, `p.grad` stays as it
-was, as in one process, so that weight decay and momentum leave an unused parameter alone.
+A large gradient is not copied: it is its own bucket, weighted and summed where it lies.
+The last bucket ends with one flag per parameter: how many ranks have a gradient for it. Where none has, `p.grad` stays
+as it was, as in one process, so that weight decay and momentum leave an unused parameter alone.
 
 If the foretelling was wrong, nothing is: reading `p.grad` (clipping, a scaler, the optimizer, the script itself)
 combines first, and what a further backward pass adds to gradients that were combined already is combined by itself
@@ -43,6 +44,8 @@ from nearlinear.torch.session import Session
 _slot: Any = torch.Tensor.grad
 _get_grad, _set_grad, _delete_grad = _slot.__get__, _slot.__set__, _slot.__delete__
 
+IN_PLACE_BYTES = 256 * 1024
+
 _owners: dict[int, weakref.ref[Reducer]] = {}
 
 
@@ -65,13 +68,14 @@ def _drop_grad(self: torch.Tensor) -> None:
 
 @dataclass(slots=True)
 class _Bucket:
-    """Gradients that travel in one message, followed by a flag for each."""
+    """Gradients that travel in one message."""
 
     parameters: list[int]
     offsets: list[int]
     elements: int
     dtype: torch.dtype
     device: torch.device
+    in_place: bool = False  # one large gradient, summed where it lies
     buffer: torch.Tensor | None = None
     left: int = 0  # gradients still to be packed
     packed: list[bool] = field(default_factory=list)
@@ -84,6 +88,7 @@ class _Layout:
     """How the trainable parameters are grouped; one for each set of parameters that require gradients."""
 
     buckets: list[_Bucket]
+    flags: int = 0  # elements at the end of the last bucket, one for each parameter in the order of the buckets
     place: dict[int, tuple[int, int]] = field(default_factory=dict)  # parameter -> bucket, position in it
     sparse: list[int] = field(default_factory=list)
 
@@ -263,7 +268,7 @@ class Reducer:
         self._buffers.start(self.session.sample_fraction())
         for bucket in self._layout.buckets:
             self._wait(bucket.pending, "the exchange of gradients")
-            self._unpack(bucket)
+        self._unpack()
         for index in self._layout.sparse:
             self._combine_sparse(index)
         for pending in self._buffers.pending:
@@ -312,7 +317,15 @@ class Reducer:
                 offsets.append(elements)
                 elements += _elements(self.parameters[index])
             device, wire = kinds[parameters[0]]
-            layout.buckets.append(_Bucket(parameters, offsets, elements, wire, device))
+            in_place = (
+                len(parameters) == 1
+                and sizes[parameters[0]] >= IN_PLACE_BYTES
+                and self.parameters[parameters[0]].dtype == wire
+                and self.parameters[parameters[0]].is_contiguous()
+            )
+            layout.buckets.append(_Bucket(parameters, offsets, elements, wire, device, in_place))
+        if layout.buckets:
+            layout.buckets[-1].in_place, layout.flags = False, len(layout.place)
         return layout
 
     def _wire_dtype(self, parameter: torch.Tensor) -> torch.dtype:
@@ -352,36 +365,38 @@ class Reducer:
 
     def _pack(self, bucket: _Bucket, position: int) -> None:
         index = bucket.parameters[position]
-        if bucket.buffer is None:
-            elements = bucket.elements + len(bucket.parameters)
-            bucket.buffer = torch.empty(elements, dtype=bucket.dtype, device=bucket.device)
-        gradient = _get_grad(self.parameters[index]) if self._open[index] else None
-        view = self._view(bucket, position)
-        if gradient is None or not self._counts:
-            view.zero_()
-        else:
-            if gradient.requires_grad or gradient.is_sparse:
-                how = "backward(create_graph=True)" if gradient.requires_grad else "a sparse gradient after dense ones"
-                remedy = "torch.autograd.grad" if gradient.requires_grad else "sparse=False"
-                raise InputError(f"{self.names[index]} got {how}, which cannot be combined; use {remedy}")
-            source = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
-            if source.dtype == view.dtype:
-                torch.mul(source, self._scale, out=view)
-            else:
-                view.copy_(source * self._scale)
-            bucket.present[position] = True
+        gradient: torch.Tensor | None = _get_grad(self.parameters[index]) if self._open[index] else None
+        if gradient is not None and (gradient.requires_grad or gradient.is_sparse):
+            how = "backward(create_graph=True)" if gradient.requires_grad else "a sparse gradient after dense ones"
+            remedy = "torch.autograd.grad" if gradient.requires_grad else "sparse=False"
+            raise InputError(f"{self.names[index]} got {how}, which cannot be combined; use {remedy}")
         bucket.packed[position] = True
         bucket.left -= 1
+        bucket.present[position] = present = gradient is not None and self._counts
+        if bucket.in_place and present and gradient is not None and gradient.is_contiguous():
+            bucket.buffer = gradient.mul_(self._scale).view(-1)
+            return
+        if bucket.buffer is None:
+            flags = self._layout.flags if bucket is self._layout.buckets[-1] else 0
+            bucket.buffer = torch.empty(bucket.elements + flags, dtype=bucket.dtype, device=bucket.device)
+        view = self._view(bucket, position)
+        if gradient is None or not present:
+            view.zero_()
+            return
+        source = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+        if source.dtype == view.dtype:
+            torch.mul(source, self._scale, out=view)
+        else:
+            view.copy_(source * self._scale)
 
     def _launch(self) -> None:
         bucket = self._layout.buckets[self._launched]
         self._launched += 1
         assert bucket.buffer is not None
-        flags = bucket.buffer[bucket.elements :]
-        if all(bucket.present):
-            flags.fill_(1)
-        else:
-            flags.copy_(torch.tensor(bucket.present))
+        if bucket is self._layout.buckets[-1]:
+            present = self._present()
+            flags = bucket.buffer[bucket.elements :]
+            flags.fill_(1) if all(present) else flags.copy_(torch.tensor(present))
         if self.group is not None:
             bucket.pending = self.group.start_all_reduce(bucket.buffer, "the exchange of gradients")
 
@@ -392,23 +407,30 @@ class Reducer:
         self.group.wait(pending, what)
         self.waited_s += time.perf_counter() - began
 
-    def _unpack(self, bucket: _Bucket) -> None:
-        assert bucket.buffer is not None
-        # A rank that has every gradient need not look at the flags (on a GPU that would wait for it).
-        used = bucket.present if all(bucket.present) else (bucket.buffer[bucket.elements :] > 0.5).tolist()
-        for position, index in enumerate(bucket.parameters):
-            parameter, carry = self.parameters[index], self._carry[index]
-            if not used[position]:
-                if self._open[index]:
-                    _set_grad(parameter, carry)
-                continue
-            combined = self._view(bucket, position)
-            if parameter.is_complex():
-                combined = torch.view_as_complex(combined)
-            if combined.dtype != parameter.dtype:
-                combined = combined.to(parameter.dtype)
-            self._install(index, combined)
-        bucket.buffer, bucket.pending = None, None
+    def _present(self) -> list[bool]:
+        return [present for bucket in self._layout.buckets for present in bucket.present]
+
+    def _unpack(self) -> None:
+        used = self._present()
+        if not all(used):  # a rank that has every gradient need not look (on a GPU that would wait for it)
+            last = self._layout.buckets[-1]
+            assert last.buffer is not None
+            used = (last.buffer[last.elements :] > 0.5).tolist()
+        verdicts = iter(used)
+        for bucket in self._layout.buckets:
+            for position, index in enumerate(bucket.parameters):
+                parameter = self.parameters[index]
+                if not next(verdicts):
+                    if self._open[index]:
+                        _set_grad(parameter, self._carry[index])
+                    continue
+                combined = self._view(bucket, position)
+                if parameter.is_complex():
+                    combined = torch.view_as_complex(combined)
+                if combined.dtype != parameter.dtype:
+                    combined = combined.to(parameter.dtype)
+                self._install(index, combined)
+            bucket.buffer, bucket.pending = None, None
 
     def _install(self, index: int, combined: torch.Tensor) -> None:
         parameter = self.parameters[index]

@@ -161,12 +161,11 @@ class Session:
             InputError: The pass covers batches of different fractions, so that no single one is right.
         """
         if self._training:
-            passages = [passage for passage, _ in self._training]
-            if self._backward is None and len(set(map(id, passages))) < len(passages):
-                self._ahead = True
             # A pass that ended while another goes on was an evaluation within it.
-            running = [batch for passage, batch in self._training if not passage.over]
-            pending, self._training = running or [batch for _, batch in self._training], []
+            running = [(passage, batch) for passage, batch in self._training if not passage.over]
+            pending, self._training = [batch for _, batch in running or self._training], []
+            if self._backward is None and len({id(passage) for passage, _ in running}) < len(running):
+                self._ahead = True
             among = [*pending, self._backward] if self._ahead and self._backward else pending
             fractions = [self.fraction(batch) for batch in among]
             if max(fractions) - min(fractions) > 1e-12:

@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import pytest
 
 import nearlinear
-from nearlinear.cli.comparison import Comparison, Limits, compare, seconds_per_step
+from nearlinear.cli.comparison import Comparison, Example, Limits, compare, seconds_per_step
 from nearlinear.cli.demo import EXAMPLES, limit_text
 from nearlinear.cli.main import main
 from nearlinear.errors import NearlinearError
@@ -38,15 +38,15 @@ def losses(record: Path) -> list[float]:
 # ---- the scripts
 
 
-def test_digits_prints_the_same_losses_and_accuracy_on_one_two_and_three_processes(tmp_path: Path) -> None:
+def test_digits_prints_the_same_losses_and_accuracy_on_one_and_three_processes() -> None:
     script = PACKAGE / "examples" / "digits.py"
     printed = []
-    for n in (1, 2, 3):
-        run = python("-m", "nearlinear", "run", "-n", str(n), script, "--epochs", "2", "--batch-size", "250")
+    for n in (1, 3):
+        run = python("-m", "nearlinear", "run", "-n", str(n), script, "--epochs", "2", "--batch-size", "256")
         assert run.returncode == 0, run.stderr
         printed.append(run.stdout.replace("[0] ", ""))
     assert re.fullmatch(r"(epoch \d  loss \d\.\d{4}  accuracy \d+\.\d %\n){2}", printed[0])
-    assert printed[0] == printed[1] == printed[2]
+    assert printed[0] == printed[1]
 
 
 def test_the_root_folder_examples_is_the_packages() -> None:
@@ -89,16 +89,16 @@ def test_the_printed_difference_and_speeds_are_those_of_the_records(
     quick: tuple[subprocess.CompletedProcess[str], Path],
 ) -> None:
     run, out = quick
-    for example in EXAMPLES:
-        one, many = (losses(out / f"{example.name}-{which}.jsonl") for which in ("one", "many"))
+    for each in EXAMPLES:
+        one, many = (losses(out / f"{each.name}-{which}.jsonl") for which in ("one", "many"))
         difference = max(abs(a - b) for a, b in zip(one, many, strict=True))
         assert f"in {len(one)} steps: {difference:.1e}" in run.stdout
         speeds = []
         for which in ("one", "many"):
-            rows = [json.loads(line) for line in (out / f"{example.name}-{which}.jsonl").read_text().splitlines()]
-            speeds.append(example.batch / seconds_per_step(rows, example.batch))
+            rows = [json.loads(line) for line in (out / f"{each.name}-{which}.jsonl").read_text().splitlines()]
+            speeds.append(each.batch / seconds_per_step(rows, each.batch))
         cells = "".join(rf"│ *{speed:,.4g} *" for speed in (*speeds,))
-        assert re.search(rf"│ {example.name} *{cells}│ *{speeds[1] / speeds[0]:.2f} *│", run.stdout)
+        assert re.search(rf"│ {each.name} *{cells}│ *{speeds[1] / speeds[0]:.2f} *│", run.stdout)
 
 
 def test_results_go_to_stdout_and_progress_with_a_hint_at_the_end_to_stderr(
@@ -106,7 +106,6 @@ def test_results_go_to_stdout_and_progress_with_a_hint_at_the_end_to_stderr(
 ) -> None:
     run, _ = quick
     assert "●─● 1 process   ×─× 2 processes" in run.stdout
-    assert "measured step" in run.stdout
     assert "epoch 1  loss" in run.stderr
     assert "epoch 1  loss" not in run.stdout
     assert run.stderr.splitlines()[-1] == "hint: nearlinear run -n 2 your_script.py"
@@ -146,11 +145,54 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.Ca
     assert "choose another --out" in capsys.readouterr().err
 
 
+def example(folder: Path, text: str) -> Example:
+    """Make an example of a script of 12 steps."""
+    script = folder / "line.py"
+    script.write_text(text)
+    return Example("line", "A line", script, batch=8, whole=("--steps", "12"), quick=(), timed=("--steps", "8"))
+
+
 def test_a_training_that_fails_is_named_with_its_exit_code(tmp_path: Path) -> None:
-    broken = next(example for example in EXAMPLES if example.name == "gpt")
-    missing = tmp_path / "nowhere"  # the record cannot be written there
-    with pytest.raises(NearlinearError, match="gpt on one process ended with exit code 1"):
-        compare(broken, 2, missing, quick=True)
+    with pytest.raises(NearlinearError, match="line on 1 process ended with exit code 3"):
+        compare(example(tmp_path, "raise SystemExit(3)"), 2, tmp_path, quick=True)
+
+
+LINE = """
+import argparse, json, time
+from pathlib import Path
+import torch
+import nearlinear as nl
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int)
+parser.add_argument("--batch-size", type=int, default=8)
+parser.add_argument("--record", type=Path)
+args = parser.parse_args()
+data = torch.utils.data.TensorDataset(torch.linspace(-1, 1, args.batch_size * args.steps).unsqueeze(1))
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = nl.distribute(model, optimizer, torch.utils.data.DataLoader(data, args.batch_size))
+rows = []
+for step, (x,) in enumerate(loader, start=1):
+    optimizer.zero_grad()
+    loss = (model(x) - 2 * x).square().mean()
+    loss.backward()
+    optimizer.step()
+    row = {"step": step, "loss": float(nl.mean(loss)), "seconds": time.perf_counter(), "samples": step * args.batch_size}
+    rows.append(json.dumps(row))
+if nl.is_main():
+    args.record.write_text("\\n".join(rows))
+"""
+
+
+def test_the_parts_of_a_step_are_measured_and_add_up_to_the_step(tmp_path: Path) -> None:
+    compared = compare(example(tmp_path, LINE), 2, tmp_path, quick=False)
+    assert len(compared.steps) == 12
+    assert compared.limits is not None
+    assert compared.limits.step == pytest.approx(compared.step_many)
+    assert compared.limits.ideal == pytest.approx(compared.step_one / 2)
+    assert {path.stem for path in tmp_path.glob("*.jsonl")} == {
+        f"line-{s}" for s in ("one", "many", "alone", "crowd0", "crowd1")
+    }
 
 
 # ---- numbers
@@ -184,6 +226,5 @@ def test_a_step_is_the_median_without_the_first_steps_and_short_batches() -> Non
 
 
 def test_the_difference_is_the_largest_of_all_steps() -> None:
-    limits = Limits(1.0, 0.0, 0.0, 0.0)
-    compared = Comparison(EXAMPLES[0], 2, (1, 2, 3), (3.0, 2.0, 1.0), (3.0, 2.5, 0.75), 2.0, limits)
+    compared = Comparison(EXAMPLES[0], 2, (1, 2, 3), (3.0, 2.0, 1.0), (3.0, 2.5, 0.75), 2.0, 1.0)
     assert compared.difference == 0.5

@@ -5,24 +5,13 @@
            ◀─── lost: rank 2 on host-b: its process ended
 
 One TCP connection per rank, one daemon thread per process. Who counts as lost is decided in ``membership.py``; here
-the bytes are moved. The token keeps runs apart that meet by accident; it is no secret on the wire.
-
-    message     from       says
-    -------     -------    --------------------------------------------------------------------
-    hello       rank k     rank, host, token: the first message, or the connection is closed
-    welcome     rank 0     host, size
-    refused     rank 0     why: such a rank cannot join
-    beat        both       step, at: where it is; ask: send me the table with your next beat
-    place       rank 0     rank, host, step, at, age_s, left: one row of the table
-    table       rank 0     the rows before this are all
-    lost        both       rank, host, why, silent_s
-    leave       both       goodbye
+the bytes are moved, as the messages of ``messages.py``. The token keeps runs apart that meet by accident; it is no
+secret on the wire.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import selectors
@@ -30,22 +19,30 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import Any, Self
+from typing import Self
 
-from nearlinear.errors import InputError, PeerLostError
+from nearlinear.errors import InputError
 from nearlinear.runtime.membership import Loss, Membership, Progress
+from nearlinear.runtime.messages import (
+    Connection,
+    Malformed,
+    Message,
+    pack,
+    printable,
+    say_hello,
+    seconds,
+    text,
+    whole_number,
+)
 
 __all__ = ["Liveness", "Loss", "Progress"]
 
-LONGEST = 4096  # bytes of one message
 HELLO_S = 10.0  # who has not introduced himself by then is shown out
 GOODBYE_S = 2.0  # the longest that `leave` waits for the others to have heard it
 STRANGERS = 64  # connections without a hello that are kept beside those of the ranks still expected
 HUNG_UP = "its process ended"
-
-Message = dict[str, Any]
 
 
 class Liveness:
@@ -90,10 +87,10 @@ class Liveness:
             InputError: ``silence_s`` is shorter than two beats.
             OSError: ``bind`` is not an address of this machine.
         """
-        members = Membership(0, _clean(host), size, beat_s=beat_s, silence_s=silence_s, now=time.monotonic())
+        members = Membership(0, printable(host), size, beat_s=beat_s, silence_s=silence_s, now=time.monotonic())
         family = socket.AF_INET6 if ":" in bind else socket.AF_INET
         listener = socket.create_server((bind, 0), family=family, backlog=size + STRANGERS)
-        return cls(members, _clean(host), token, beat_s, on_lost, listener=listener)
+        return cls(members, printable(host), token, beat_s, on_lost, listener=listener)
 
     @classmethod
     def connect(
@@ -126,12 +123,12 @@ class Liveness:
         """
         # Bad limits are told before anyone is called.
         Membership(rank, host, rank + 1, beat_s=beat_s, silence_s=silence_s, now=0.0)
-        hello = _pack("hello", rank=rank, host=_clean(host), token=token)
-        sock, zeros_host, size = _call(address, hello, deadline_s)
+        hello = pack("hello", rank=rank, host=printable(host), token=token)
+        sock, zeros_host, size = say_hello(address, hello, deadline_s)
         now = time.monotonic()
-        members = Membership(rank, _clean(host), size, beat_s=beat_s, silence_s=silence_s, now=now)
+        members = Membership(rank, printable(host), size, beat_s=beat_s, silence_s=silence_s, now=now)
         members.joined(0, zeros_host, now)
-        return cls(members, _clean(host), token, beat_s, on_lost, zero=sock)
+        return cls(members, printable(host), token, beat_s, on_lost, zero=sock)
 
     def __init__(
         self,
@@ -146,9 +143,9 @@ class Liveness:
     ) -> None:
         # The watching thread alone touches what is in this block.
         self._members, self._host, self._token, self._beat_s, self._on_lost = members, host, token, beat_s, on_lost
-        self._peers: dict[int, _Connection] = {}
-        self._strangers: dict[_Connection, None] = {}  # connected, but not yet known by a hello; oldest first
-        self._asking: set[_Connection] = set()
+        self._peers: dict[int, Connection] = {}
+        self._strangers: dict[Connection, None] = {}  # connected, but not yet known by a hello; oldest first
+        self._asking: set[Connection] = set()
         self._selector = selectors.DefaultSelector()
         self._next_beat = time.monotonic()
         self._goodbye_until: float | None = None
@@ -158,7 +155,7 @@ class Liveness:
         self._here = (0, "")
         self._missing = members.missing()
         self._table: tuple[float, dict[int, Progress]] = (time.monotonic(), members.table(time.monotonic()))
-        self._ask = self._leave = False
+        self._ask = self._leave = self._hang_up = False
         self._found, self._complete, self._answered, self._over = (threading.Event() for _ in range(4))
 
         self._listener = listener
@@ -216,8 +213,19 @@ class Liveness:
         return {rank: replace(place, age_s=place.age_s + age_s) for rank, place in table.items()}
 
     def leave(self) -> None:
-        """Say goodbye and stop; what happens to the others after that is no longer noticed here."""
+        """Say where this rank is and goodbye, and stop; what happens to the others is no longer noticed here."""
         self._leave = True
+        self._stop()
+
+    def hang_up(self) -> None:
+        """Close the connections at once, without a goodbye, and stop: to the others, this process has ended.
+
+        For a process that is failing: its interpreter may take seconds to end, and the others need not wait for it.
+        """
+        self._hang_up = True
+        self._stop()
+
+    def _stop(self) -> None:
         self._wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(GOODBYE_S + self._beat_s)
@@ -226,7 +234,7 @@ class Liveness:
 
     def _watch(self) -> None:
         try:
-            while self._turn():
+            while self._turn() and not self._hang_up:
                 pass
         finally:
             self._table = (time.monotonic(), self._members.table(time.monotonic()))
@@ -243,7 +251,7 @@ class Liveness:
         self._members.wake(now)
         for key, events in ready:
             if key.fileobj is self._bell:
-                self._bell.recv(LONGEST)
+                self._bell.recv(4096)
             elif key.fileobj is self._listener:
                 self._accept(now)
             elif key.data.closed:
@@ -274,10 +282,7 @@ class Liveness:
         return bool(self._peers) or self._members.rank == 0
 
     def _beat(self, now: float, ask: bool = False) -> None:
-        step, at = self._here
-        at = _clean(at)
-        self._members.moved(self._members.rank, step, at, now)
-        beat, table = _pack("beat", step=step, at=at, ask=ask), b""
+        beat, table = self._packed_beat(now, ask), b""
         for peer in self._peers.values():
             if peer.outbox:
                 continue  # it does not read: more of the same would only pile up
@@ -287,15 +292,21 @@ class Liveness:
                 self._send(peer, table)
             self._send(peer, beat)
 
+    def _packed_beat(self, now: float, ask: bool) -> bytes:
+        step, at = self._here
+        at = printable(at)
+        self._members.moved(self._members.rank, step, at, now)
+        return pack("beat", step=step, at=at, ask=ask)
+
     def _packed_table(self, now: float) -> bytes:
         rows = self._members.table(now).values()
-        return b"".join(_pack("place", **asdict(row)) for row in rows) + _pack("table")
+        return b"".join(pack("place", **asdict(row)) for row in rows) + pack("table")
 
     def _report(self, loss: Loss | None) -> None:
         assert loss is not None
         # First the others, then this process: its main thread may end it as soon as it knows.
         for peer in self._peers.values():
-            self._send(peer, _pack("lost", **asdict(loss)))
+            self._send(peer, pack("lost", **asdict(loss)))
         self._loss = loss
         self._found.set()
         if self._on_lost is not None:
@@ -305,13 +316,14 @@ class Liveness:
         # Whoever reads it hangs up. To hang up here instead, with a beat unread, would reset the connection, and the
         # goodbye might be lost with it.
         self._goodbye_until = now + GOODBYE_S
+        goodbye = self._packed_beat(now, ask=False) + pack("leave")  # after which step: not that of the last beat
         for peer in self._peers.values():
-            self._send(peer, _pack("leave"))
+            self._send(peer, goodbye)
             peer.last_word = True
 
     # ---- what comes in ----
 
-    def _read(self, peer: _Connection, now: float) -> None:
+    def _read(self, peer: Connection, now: float) -> None:
         try:
             for message in peer.receive():
                 if peer.rank is None:
@@ -324,37 +336,37 @@ class Liveness:
             self._drop(peer, HUNG_UP)
         except OSError as error:
             self._drop(peer, f"its connection broke ({error.strerror})")
-        except _Malformed as error:
+        except Malformed as error:
             self._drop(peer, f"sent what is no message ({error})")
         else:
             if peer.rank is not None:
                 self._members.heard(peer.rank, now)
 
-    def _hello(self, peer: _Connection, message: Message, now: float) -> None:
+    def _hello(self, peer: Connection, message: Message, now: float) -> None:
         token = str(message.get("token")).encode(errors="replace")
         if message["kind"] != "hello" or not secrets.compare_digest(token, self._token.encode()):
-            raise _Malformed("not of this run")
-        rank = _whole(message, "rank")
+            raise Malformed("not of this run")
+        rank = whole_number(message, "rank")
         try:
-            self._members.joined(rank, _text(message, "host"), now)
+            self._members.joined(rank, text(message, "host"), now)
         except InputError as error:
-            self._send(peer, _pack("refused", why=str(error)))
+            self._send(peer, pack("refused", why=str(error)))
             self._drop(peer, "refused")
             return
         del self._strangers[peer]
         peer.rank = rank
         self._peers[rank] = peer
-        self._send(peer, _pack("welcome", host=self._host, size=self._members.size))
+        self._send(peer, pack("welcome", host=self._host, size=self._members.size))
         if self._loss is not None:
-            self._send(peer, _pack("lost", **asdict(self._loss)))
+            self._send(peer, pack("lost", **asdict(self._loss)))
         self._missing = self._members.missing()
         if not self._missing:
             self._complete.set()
 
-    def _message(self, peer: _Connection, rank: int, message: Message, now: float) -> None:
+    def _message(self, peer: Connection, rank: int, message: Message, now: float) -> None:
         match message["kind"]:
             case "beat":
-                self._members.moved(rank, _whole(message, "step"), _text(message, "at"), now)
+                self._members.moved(rank, whole_number(message, "step"), text(message, "at"), now)
                 if message.get("ask") is True:
                     self._asking.add(peer)
             case "leave":
@@ -362,19 +374,19 @@ class Liveness:
                 self._drop(peer, "left")
             case "lost":
                 loss = Loss(
-                    _whole(message, "rank"),
-                    _text(message, "host"),
-                    _text(message, "why"),
-                    _seconds(message, "silent_s"),
+                    whole_number(message, "rank"),
+                    text(message, "host"),
+                    text(message, "why"),
+                    seconds(message, "silent_s"),
                 )
                 self._members.told(rank, loss)
             case "place" if rank == 0:
                 place = Progress(
-                    _whole(message, "rank"),
-                    _text(message, "host"),
-                    _whole(message, "step"),
-                    _text(message, "at"),
-                    _seconds(message, "age_s"),
+                    whole_number(message, "rank"),
+                    text(message, "host"),
+                    whole_number(message, "step"),
+                    text(message, "at"),
+                    seconds(message, "age_s"),
                     message.get("left") is True,
                 )
                 self._members.placed(place, now)
@@ -382,7 +394,7 @@ class Liveness:
                 self._table = (now, self._members.table(now))
                 self._answered.set()
             case kind:
-                raise _Malformed(f"of kind {kind!r}"[:80])
+                raise Malformed(f"of kind {kind!r}"[:80])
 
     # ---- connections ----
 
@@ -403,20 +415,20 @@ class Liveness:
         if self._listener is not None and self._listener not in self._selector.get_map():
             self._selector.register(self._listener, selectors.EVENT_READ)
 
-    def _open(self, sock: socket.socket, rank: int | None) -> _Connection:
+    def _open(self, sock: socket.socket, rank: int | None) -> Connection:
         sock.setblocking(False)
         with contextlib.suppress(OSError):  # it has hung up already; reading will say so
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        peer = _Connection(sock, rank, time.monotonic())
+        peer = Connection(sock, rank, time.monotonic())
         self._selector.register(sock, selectors.EVENT_READ, peer)
         return peer
 
-    def _send(self, peer: _Connection, data: bytes) -> None:
+    def _send(self, peer: Connection, data: bytes) -> None:
         if not peer.last_word:
             peer.outbox += data
             self._flush(peer)
 
-    def _flush(self, peer: _Connection) -> None:
+    def _flush(self, peer: Connection) -> None:
         try:
             if peer.outbox:
                 del peer.outbox[: peer.sock.send(peer.outbox)]
@@ -430,7 +442,7 @@ class Liveness:
         if self._selector.get_key(peer.sock).events != events:
             self._selector.modify(peer.sock, events, peer)
 
-    def _drop(self, peer: _Connection, why: str) -> None:
+    def _drop(self, peer: Connection, why: str) -> None:
         peer.closed = True
         self._selector.unregister(peer.sock)
         peer.sock.close()
@@ -474,135 +486,3 @@ def _let_go() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_let_go)
-
-
-class _Malformed(Exception):
-    """Bytes that are no message of ours."""
-
-
-class _Connection:
-    """A socket with the bytes that are not yet a message and those that are not yet sent."""
-
-    def __init__(self, sock: socket.socket, rank: int | None, since: float) -> None:
-        self.sock, self.rank, self.since = sock, rank, since
-        self.inbox, self.outbox = bytearray(), bytearray()
-        self.last_word = False  # nothing is to be sent after what is in the outbox
-        self.closed = False
-
-    def receive(self) -> Iterator[Message]:
-        """Read what has come and yield the messages that are whole.
-
-        Raises:
-            ConnectionError: The other side hung up, and all it said before has been yielded.
-            _Malformed: What it says is no message.
-        """
-        try:
-            data = self.sock.recv(65536)
-        except BlockingIOError:
-            return
-        if not data:
-            raise ConnectionResetError
-        self.inbox += data
-        yield from _unpack(self.inbox)
-
-
-def _pack(kind: str, **fields: object) -> bytes:
-    """Return the message as bytes: its length in four, then JSON."""
-    body = json.dumps({"kind": kind, **fields}, ensure_ascii=False).encode()
-    return len(body).to_bytes(4, "big") + body
-
-
-def _unpack(inbox: bytearray) -> Iterator[Message]:
-    """Take the whole messages off the front of ``inbox``.
-
-    Raises:
-        _Malformed: It does not begin with a message, and never will.
-    """
-    while len(inbox) >= 4:
-        end = 4 + int.from_bytes(inbox[:4], "big")
-        if end > 4 + LONGEST:
-            raise _Malformed(f"{end - 4} bytes long, at most {LONGEST} are allowed")
-        if len(inbox) < end:
-            return
-        try:
-            message = json.loads(inbox[4:end].decode())
-        except (ValueError, RecursionError):
-            raise _Malformed("not JSON") from None
-        if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
-            raise _Malformed("without a kind")
-        del inbox[:end]
-        yield message
-
-
-def _whole(message: Message, name: str) -> int:
-    value = message.get(name)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise _Malformed(f"without a whole number {name}")
-    return value
-
-
-def _seconds(message: Message, name: str) -> float:
-    value = message.get(name)
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise _Malformed(f"without a number {name}")
-    return float(value)
-
-
-def _text(message: Message, name: str) -> str:
-    value = message.get(name)
-    if not isinstance(value, str):
-        raise _Malformed(f"without a text {name}")
-    return _clean(value)
-
-
-def _clean(text: str) -> str:
-    """Return ``text`` as it may appear in a terminal, and so short that a message of three fits ``LONGEST`` bytes."""
-    return "".join(c if c.isprintable() else "?" for c in text[:200])
-
-
-def _call(address: tuple[str, int], hello: bytes, deadline_s: float) -> tuple[socket.socket, str, int]:
-    """Say hello to rank 0 until it answers; return the connection, its host and the number of processes.
-
-    Raises:
-        InputError: It answers that there is no place.
-        PeerLostError: ``deadline_s`` is over.
-    """
-    deadline, pause = time.monotonic() + deadline_s, 0.02
-    while True:
-        try:
-            sock = socket.create_connection(address, timeout=max(0.01, deadline - time.monotonic()))
-            try:
-                sock.sendall(hello)
-                answer = _first_message(sock, deadline)
-                if answer["kind"] == "refused":
-                    raise InputError(_text(answer, "why"))
-                if answer["kind"] != "welcome":
-                    raise _Malformed("not a welcome")
-                return sock, _text(answer, "host"), _whole(answer, "size")
-            except BaseException:
-                sock.close()
-                raise
-        except (OSError, _Malformed) as error:
-            pause = min(2 * pause, 0.5)
-            if time.monotonic() + pause >= deadline:
-                raise PeerLostError(
-                    f"rank 0 at {address[0]}:{address[1]} did not welcome this process within {deadline_s:g} s "
-                    f"({error or type(error).__name__}); check that it runs and that its port can be reached from here",
-                    rank=0,
-                ) from error
-            time.sleep(pause)
-
-
-def _first_message(sock: socket.socket, deadline: float) -> Message:
-    inbox = bytearray()
-    wanted = 4
-    while True:
-        sock.settimeout(max(0.01, deadline - time.monotonic()))
-        data = sock.recv(wanted - len(inbox))  # not a byte more: what follows belongs to the watching thread
-        if not data:
-            raise ConnectionResetError("it hung up: it has ended, or is of another run")
-        inbox += data
-        for message in _unpack(inbox):
-            return message
-        if len(inbox) >= 4:
-            wanted = 4 + int.from_bytes(inbox[:4], "big")

@@ -14,7 +14,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nearlinear.testing.equivalence import Comparison, Parting, Reason, Row, RunError, compare, equivalent
+    from nearlinear.testing.comparison import Comparison, Parting, Reason, Row
+    from nearlinear.testing.equivalence import RunError, compare, equivalent
     from nearlinear.testing.faults import Fault, InjectedFault
     from nearlinear.testing.links import Host, Network, can_emulate
     from nearlinear.testing.processes import Result, run_processes
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 # Imported when asked for: `python -m nearlinear.testing.record` must not find the module there already.
 _HOMES = {
-    "equivalence": ("Comparison", "Parting", "Reason", "Row", "RunError", "compare", "equivalent"),
+    "comparison": ("Comparison", "Parting", "Reason", "Row"),
+    "equivalence": ("RunError", "compare", "equivalent"),
     "faults": ("Fault", "InjectedFault"),
     "links": ("Host", "Network", "can_emulate"),
     "processes": ("Result", "run_processes"),

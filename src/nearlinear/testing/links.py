@@ -221,10 +221,24 @@ class Host:
             args: The program and its arguments.
             **options: As for ``subprocess.Popen``.
         """
-        command = [*_entering(self.namespace, self.name), *args]
+        command = self.command([os.fspath(word) for word in args])
         process = subprocess.Popen(command, start_new_session=True, **options)
         self._processes.append(process)
         return process
+
+    def command(self, args: Sequence[str]) -> list[str]:
+        """Return the command that, run on this machine, becomes ``args`` on this host.
+
+        For whoever starts processes by other means than ``popen``. It replaces itself by exec, so that the process
+        started is in the end the program itself, and is killed with the others when the network's block ends.
+
+        Args:
+            args: The program and its arguments; none, to get what goes before them.
+
+        Example:
+            subprocess.run(network[1].command(["hostname"]), timeout=10)
+        """
+        return [*_entering(self.namespace, self.name), *args]
 
     def cut(self) -> None:
         """Pull the cable: nothing passes in either direction, and no connection is told."""

@@ -14,7 +14,7 @@ from nearlinear.errors import InputError, NearlinearError
 from nearlinear.launch.local import run_local
 from nearlinear.launch.outcome import End
 from nearlinear.testing.faults import Fault
-from nearlinear.testing.links import Network, _entering
+from nearlinear.testing.links import Network
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +128,6 @@ def _on_hosts(command: Sequence[str], n: int, network: Network) -> list[str]:
     if len(network) < n:
         raise InputError(f"{n} ranks on a network of {len(network)} hosts; make one with hosts={n}")
     hosts = [network[rank] for rank in range(n)]
-    enter = "".join(
-        f'{host.number}) exec {shlex.join(_entering(host.namespace, host.name))} "$@";;\n' for host in hosts
-    )
+    enter = "".join(f'{host.number}) exec {shlex.join(host.command([]))} "$@";;\n' for host in hosts)
     alone = f"export MASTER_ADDR={hosts[0].address} LOCAL_RANK=0 LOCAL_WORLD_SIZE=1"
     return ["/bin/sh", "-c", f'{alone}\ncase "$RANK" in\n{enter}esac', "sh", *command]

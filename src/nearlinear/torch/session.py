@@ -209,8 +209,12 @@ class Session:
         return float(self.control.all_reduce(torch.tensor([value], dtype=torch.float64), what))
 
     def close(self) -> None:
-        """Say goodbye to the peers, unless the script failed: then they are to notice."""
-        if self.liveness is not None and not self.failed:
+        """Say goodbye to the peers, unless the script failed: then they are to notice, and at once."""
+        if self.liveness is None:
+            return
+        if self.failed:
+            self.liveness.hang_up()
+        else:
             self.liveness.leave()
 
 

@@ -29,7 +29,5 @@ def names_in(source: str, kind: str) -> Sequence[str]:
     """Return the functions that carry the decorator ``@kind``, without importing what they need."""
     lines = (TESTS / source).read_text().splitlines()
     return [
-        following.split("def ")[1].split("(")[0]
-        for line, following in itertools.pairwise(lines)
-        if line == f"@{kind}"
+        following.split("def ")[1].split("(")[0] for line, following in itertools.pairwise(lines) if line == f"@{kind}"
     ]

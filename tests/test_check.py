@@ -247,6 +247,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import nearlinear as nl
 from nearlinear.testing import Recorder
+from nearlinear.torch import session
 
 torch.set_default_dtype(torch.float64)
 N = nl.world_size()
@@ -344,6 +345,7 @@ CASES = {
 for name, case in CASES.items():
     with Recorder(Path(sys.argv[1]) / name / str(N), steps=6):
         case()
+    session().summed = None  # a run settles once how losses add up; the cases are runs of their own
 print("done", flush=True)
 """
 

@@ -177,8 +177,8 @@ for step, (x,) in enumerate(loader, start=1):
     loss = (model(x) - 2 * x).square().mean()
     loss.backward()
     optimizer.step()
-    row = {"step": step, "loss": float(nl.mean(loss)), "seconds": time.perf_counter(), "samples": step * args.batch_size}
-    rows.append(json.dumps(row))
+    row = {"step": step, "loss": float(nl.mean(loss)), "samples": step * args.batch_size}
+    rows.append(json.dumps({**row, "seconds": time.perf_counter()}))
 if nl.is_main():
     args.record.write_text("\\n".join(rows))
 """

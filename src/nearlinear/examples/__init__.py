@@ -1,0 +1,1 @@
+"""Two training scripts on real data, as a user writes them; `nearlinear demo` runs both."""

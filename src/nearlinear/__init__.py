@@ -1,8 +1,8 @@
 """nearlinear: two lines, N processes, the numbers of one.
 
-    import nearlinear as nl
+import nearlinear as nl
 
-    model, optimizer, loader = nl.distribute(model, optimizer, loader)
+model, optimizer, loader = nl.distribute(model, optimizer, loader)
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """What happens in a run, told to whoever listens: a live line, a recorder, a fault to be injected.
 
-    kind          published when                          fields
-    ----------    ------------------------------------    -----------------------------------------------
-    distributed   ``distribute`` has returned             rank, world_size, model, notes
-    backward      a backward pass of the model begins     model (index of the distribute call)
-    gradients     ``p.grad`` has become the global one    model, gradients: callable -> [(name, tensor)]
-    step          an optimizer step is over               model, step, seconds, waited, samples,
-                                                          parameters: callable -> [(name, tensor)]
-    notice        something a person should know, once    message
+kind          published when                          fields
+----------    ------------------------------------    -----------------------------------------------
+distributed   ``distribute`` has returned             rank, world_size, model, notes
+backward      a backward pass of the model begins     model (index of the distribute call)
+gradients     ``p.grad`` has become the global one    model, gradients: callable -> [(name, tensor)]
+step          an optimizer step is over               model, step, seconds, waited, samples,
+                                                      parameters: callable -> [(name, tensor)]
+notice        something a person should know, once    message
 """
 
 from __future__ import annotations

@@ -179,7 +179,6 @@ def _hook(
     first = bool(fresh)
     if fresh:
         reducer = Reducer(fresh, model, session, session.new_group(fresh[0][1].device), plan, number)
-        reducer.measure_link()
         _reducers.append(reducer)
     if optimizer is not None:
         served = [_reducers[-1]] if fresh else []

@@ -33,37 +33,16 @@ from torch import nn
 from nearlinear import events
 from nearlinear.core.plan import Plan
 from nearlinear.errors import InputError, NearlinearError
-from nearlinear.measure.link import Link, fit_alpha_beta
+from nearlinear.measure.link import Link
 from nearlinear.planning.accumulation import Windows
 from nearlinear.planning.buckets import bucket_bytes, fill_buckets
+from nearlinear.torch import gradient as gradient_slot
+from nearlinear.torch import link
 from nearlinear.torch.buffers import Buffers
 from nearlinear.torch.collectives import Group, Pending
 from nearlinear.torch.session import Session
 
-# The slot of torch.Tensor itself, which the property on nn.Parameter (below) stands before.
-_slot: Any = torch.Tensor.grad
-_get_grad, _set_grad, _delete_grad = _slot.__get__, _slot.__set__, _slot.__delete__
-
 IN_PLACE_BYTES = 256 * 1024
-
-_owners: dict[int, weakref.ref[Reducer]] = {}
-
-
-def _read_grad(self: torch.Tensor) -> torch.Tensor | None:
-    owner = _owners.get(id(self))
-    if owner is not None:
-        reducer = owner()
-        if reducer is not None and reducer.pending and not reducer.in_backward:
-            reducer.read()
-    return _get_grad(self)  # type: ignore[no-any-return]
-
-
-def _write_grad(self: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    _set_grad(self, gradient)
-
-
-def _drop_grad(self: torch.Tensor) -> None:
-    _delete_grad(self)
 
 
 @dataclass(slots=True)
@@ -117,7 +96,7 @@ class Reducer:
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self.session, self.group, self.plan, self.number = session, group, plan, number
-        self.link: Link | None = None
+        self.link: Link | None = link.measure(group, self.parameters[0].device) if group is not None else None
         self.waited_s = 0.0  # time that backward or the script stood still for an exchange
         self.samples = 0
         self.combined = 0  # exchanges since the last optimizer step
@@ -155,11 +134,9 @@ class Reducer:
     # ---- hooks
 
     def _install_hooks(self) -> None:
-        nn.Parameter.grad = property(_read_grad, _write_grad, _drop_grad)  # type: ignore[assignment]
         this = weakref.ref(self)
         for index, parameter in enumerate(self.parameters):
-            _owners[id(parameter)] = this
-            weakref.finalize(parameter, _owners.pop, id(parameter), None)
+            gradient_slot.own(parameter, self)
             frozen = not parameter.requires_grad
             parameter.requires_grad_(True)  # a frozen parameter may be trained later on: it gets its hooks now
             node = torch.autograd.graph.get_gradient_edge(parameter).node
@@ -176,9 +153,9 @@ class Reducer:
         if not self._open[index]:
             self._open[index] = True
             parameter = self.parameters[index]
-            self._carry[index] = _get_grad(parameter)
+            self._carry[index] = gradient_slot.get(parameter)
             if self._carry[index] is not None:
-                _set_grad(parameter, None)
+                gradient_slot.put(parameter, None)
         if self._boost == 1.0:
             return None
         # A share of weight zero may hold anything, NaN too (a mean over no tokens); it must not spread.
@@ -207,7 +184,7 @@ class Reducer:
     def _begin(self, index: int) -> None:
         """Begin a backward pass: ``index`` is the first parameter to receive a gradient."""
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
-        gradient: torch.Tensor | None = _get_grad(self.parameters[index])
+        gradient: torch.Tensor | None = gradient_slot.get(self.parameters[index])
         marked, held, version = self._mark
         fresh = gradient is None or (marked == index and (gradient is not held or gradient._version != version))
         self._last = self._windows.begin(fresh=fresh)
@@ -233,7 +210,7 @@ class Reducer:
         if self._last:
             self.combine()
         index = self._mark[0]
-        gradient = _get_grad(self.parameters[index])
+        gradient = gradient_slot.get(self.parameters[index])
         self._mark = (index, gradient, gradient._version if gradient is not None else 0)
 
     # ---- combining
@@ -283,7 +260,7 @@ class Reducer:
 
     def _gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in zip(self.names, self.parameters, strict=True):
-            gradient = _get_grad(parameter)
+            gradient = gradient_slot.get(parameter)
             if gradient is not None:
                 yield name, gradient
 
@@ -337,10 +314,11 @@ class Reducer:
 
     def _agree(self) -> None:
         """Agree with all ranks on what the first window showed: the order of the gradients, and how each comes."""
+        gradients = [gradient_slot.get(parameter) for parameter in self.parameters]
         mine = {
             "order": self._fired_order,
             "fired": self._fired,
-            "sparse": [i for i, p in enumerate(self.parameters) if (g := _get_grad(p)) is not None and g.is_sparse],
+            "sparse": [i for i, gradient in enumerate(gradients) if gradient is not None and gradient.is_sparse],
             "buffers": self._buffers.changed(),
         }
         everyones = self.session.all_gather_json(mine, "the first exchange of gradients")
@@ -365,7 +343,7 @@ class Reducer:
 
     def _pack(self, bucket: _Bucket, position: int) -> None:
         index = bucket.parameters[position]
-        gradient: torch.Tensor | None = _get_grad(self.parameters[index]) if self._open[index] else None
+        gradient: torch.Tensor | None = gradient_slot.get(self.parameters[index]) if self._open[index] else None
         if gradient is not None and (gradient.requires_grad or gradient.is_sparse):
             how = "backward(create_graph=True)" if gradient.requires_grad else "a sparse gradient after dense ones"
             remedy = "torch.autograd.grad" if gradient.requires_grad else "sparse=False"
@@ -422,7 +400,7 @@ class Reducer:
                 parameter = self.parameters[index]
                 if not next(verdicts):
                     if self._open[index]:
-                        _set_grad(parameter, self._carry[index])
+                        gradient_slot.put(parameter, self._carry[index])
                     continue
                 combined = self._view(bucket, position)
                 if parameter.is_complex():
@@ -435,15 +413,15 @@ class Reducer:
     def _install(self, index: int, combined: torch.Tensor) -> None:
         parameter = self.parameters[index]
         # Without a gradient of its own in this window, what the rank has in p.grad is from before it.
-        carry = self._carry[index] if self._open[index] else _get_grad(parameter)
+        carry = self._carry[index] if self._open[index] else gradient_slot.get(parameter)
         if carry is not None:
             combined = carry.add_(combined) if not carry.is_sparse else carry + combined
-        _set_grad(parameter, combined)
+        gradient_slot.put(parameter, combined)
 
     def _combine_sparse(self, index: int) -> None:
         """Join the rows of all ranks' sparse gradients."""
         parameter, what = self.parameters[index], f"the exchange of {self.names[index]}'s sparse gradient"
-        gradient = _get_grad(parameter) if self._open[index] and self._counts else None
+        gradient = gradient_slot.get(parameter) if self._open[index] and self._counts else None
         if gradient is None:
             indices = torch.empty((0, 1), dtype=torch.int64, device=parameter.device)
             values = parameter.detach().new_empty((0, *parameter.shape[1:]))
@@ -465,9 +443,9 @@ class Reducer:
         if used:
             self._install(index, torch.sparse_coo_tensor(indices.t(), values, parameter.shape).coalesce())
         elif self._open[index]:
-            _set_grad(parameter, self._carry[index])
+            gradient_slot.put(parameter, self._carry[index])
 
-    # ---- steps and links
+    # ---- steps
 
     def before_step(self, *, first: bool) -> None:
         """Make sure that the optimizer reads the gradient of one process.
@@ -488,26 +466,6 @@ class Reducer:
         """Note that the optimizer stepped."""
         self._windows.step()
         self.combined = 0
-
-    def measure_link(self) -> None:
-        """Measure, with all ranks, what an all-reduce costs; all take rank 0's figures."""
-        if self.group is None:
-            return
-        device = self.parameters[0].device
-        sizes, times = [], []
-        for elements in (1, 1, 1, 16384, 16384, 262144, 262144):
-            message = torch.zeros(elements, device=device)
-            began = time.perf_counter()
-            self.group.all_reduce(message, "measuring the link")
-            message[0].item()
-            sizes.append(4.0 * elements)
-            times.append(time.perf_counter() - began)
-            # Where 64 KiB take long, more bytes would tell nothing new and cost seconds.
-            if len(times) == 5 and self.session.all_gather_json(times[-1] > 0.05, "measuring the link")[0]:
-                break
-        link = fit_alpha_beta(sizes[1:], times[1:])  # the first message opens the connections
-        latency, rate = self.session.all_gather_json([link.latency, link.bandwidth], "measuring the link")[0]
-        self.link = Link(latency, rate)
 
     def equal_buffers(self) -> list[tuple[str, torch.Tensor]]:
         """Return the buffers that were combined, by name."""

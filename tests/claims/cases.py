@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -276,6 +278,18 @@ def a_model_can_be_pickled_and_copied_after_distribute() -> None:
     buffer.seek(0)
     again = torch.load(buffer, weights_only=False)
     assert bits(again) == bits(model) == bits(copy.deepcopy(model))
+
+
+@claim
+def a_model_that_the_script_drops_is_let_go() -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    model, optimizer, loader = distributed(model)
+    train(model, optimizer, loader)
+    held, parameter = len(_reducers), weakref.ref(model[0].weight)
+    del model, optimizer, loader
+    gc.collect()
+    assert parameter() is None
+    assert len(_reducers) == held - 1
 
 
 @claim

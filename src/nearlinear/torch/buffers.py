@@ -8,6 +8,7 @@ exactly as it was.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -21,12 +22,12 @@ from nearlinear.torch.session import Session
 
 @dataclass(slots=True)
 class _Followed:
-    module: nn.Module
+    module: weakref.ref[nn.Module]  # a model that the script drops is not held here
     name: str
     base: torch.Tensor
 
     def now(self) -> torch.Tensor:
-        value: torch.Tensor = getattr(self.module, self.name)
+        value: torch.Tensor = getattr(self.module(), self.name)
         return value
 
 
@@ -44,7 +45,7 @@ class Buffers:
         self.pending: list[Pending] = []
         self._flat: list[tuple[list[_Followed], torch.Tensor]] = []
         self._followed: dict[str, _Followed] = {}
-        self._owners: dict[str, tuple[nn.Module, str]] = {}
+        self._owners: dict[str, tuple[weakref.ref[nn.Module], str]] = {}
         self._seen: dict[str, tuple[int, int]] = {}
         statistics = []
         for path, module in model.named_modules():
@@ -52,19 +53,19 @@ class Buffers:
                 full = f"{path}.{name}" if path else name
                 if not buffer.is_floating_point() or isinstance(module, nn.SyncBatchNorm):
                     continue
-                self._owners[full] = (module, name)
+                self._owners[full] = (weakref.ref(module), name)
                 self._seen[full] = (id(buffer), buffer._version)
                 if isinstance(module, _BatchNorm):
                     statistics.append(full)
         for full in statistics:
-            module, name = self._owners[full]
-            self._followed[full] = _Followed(module, name, getattr(module, name).detach().clone())
+            owner, name = self._owners[full]
+            self._followed[full] = _Followed(owner, name, getattr(owner(), name).detach().clone())
 
     def changed(self) -> list[str]:
         """Return the names of the buffers that training has changed and that are not kept equal yet."""
         names = []
-        for full, (module, name) in self._owners.items():
-            buffer = getattr(module, name)
+        for full, (owner, name) in self._owners.items():
+            buffer = getattr(owner(), name)
             if full not in self._followed and (id(buffer), buffer._version) != self._seen[full]:
                 names.append(full)
         return names
@@ -73,9 +74,9 @@ class Buffers:
         """Keep these buffers equal from now on; all ranks call it with the same names."""
         for full in names:
             if full not in self._followed:
-                module, name = self._owners[full]
+                owner, name = self._owners[full]
                 # What it was before it changed is gone; from zero, the first exchange yields the weighted mean.
-                self._followed[full] = _Followed(module, name, torch.zeros_like(getattr(module, name)))
+                self._followed[full] = _Followed(owner, name, torch.zeros_like(getattr(owner(), name)))
 
     def equal(self) -> list[tuple[str, torch.Tensor]]:
         """Return the buffers that every rank has just been given the same values of."""

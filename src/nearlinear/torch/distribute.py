@@ -41,7 +41,8 @@ def distribute(
     _check(model, optimizer, weight)
     named = _named_parameters(model, optimizer)
     session = start(named[0][1].device)
-    number = len(_reducers)
+    number = session.models
+    session.models += 1
     _weigh(session, loaders, weight)
     buffers = list(model.named_buffers())
     require_same_model([*named, *buffers], session)
@@ -180,11 +181,19 @@ def _hook(
     if fresh:
         reducer = Reducer(fresh, model, session, session.new_group(fresh[0][1].device), plan, number)
         _reducers.append(reducer)
+        weakref.finalize(model, _forget, weakref.ref(reducer))
     if optimizer is not None:
         served = [_reducers[-1]] if fresh else []
         served += list({id(r): r for _, p in named if (r := owned.get(id(p))) is not None}.values())
         _Steps(served, model, optimizer, session, plan, first=first).attach()
     return [str(reducer.link) for reducer in _reducers[-1:] if reducer.link]
+
+
+def _forget(reference: weakref.ref[Reducer]) -> None:
+    """Let go of the reducer of a model that is gone."""
+    reducer = reference()
+    if reducer is not None and reducer in _reducers:
+        _reducers.remove(reducer)
 
 
 class _Steps:
@@ -211,7 +220,8 @@ class _Steps:
 
     def attach(self) -> None:
         """Put the hooks on the optimizer."""
-        atexit.register(self._send)
+        last_words = weakref.WeakMethod(self._send)
+        atexit.register(lambda: send() if (send := last_words()) is not None else None)
         self._optimizer.register_step_pre_hook(self._before)
         self._optimizer.register_step_post_hook(self._after)
 

@@ -81,7 +81,7 @@ class Session:
         self.control = self.new_group(torch.device("cpu"))
         self.failed = False
         self.summed: bool | None = None  # weight="sum": gradients are added, not averaged; None: not said yet
-        self.loaders = 0
+        self.loaders = self.models = 0  # how many were handed to distribute
         self.batch: Batch | None = None
         self.passage: Passage | None = None  # the pass that the latest batch or end of data came from
         self.pass_over = False

@@ -24,7 +24,7 @@ check: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet -e ".[bench]"
-	$(BIN)/python benchmarks/data_parallel/run.py
+	$(BIN)/python benchmarks/data_parallel
 
 # torch first and pinned: a range that admits newer releases would fetch gigabytes of CUDA on machines without a GPU.
 $(READY): pyproject.toml

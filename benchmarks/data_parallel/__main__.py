@@ -47,7 +47,8 @@ def main() -> None:
     if reason is not None and set(links) != {LOOPBACK}:
         print(f"NOT MEASURED: {', '.join(set(links) - {LOOPBACK})}: {reason}", file=sys.stderr)
         links = [LOOPBACK]
-    options = {key: getattr(args, key) for key in ("models", "rivals", "blocks", "seconds", "patience", "seed")}
+    wanted = ("models", "rivals", "placements", "blocks", "seconds", "patience", "seed")
+    options = {key: getattr(args, key) for key in wanted}
     machine = _machine()
     cells = []
     for link in links:
@@ -77,7 +78,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--links", nargs="+", default=list(LINKS), metavar="LINK", help=f"of: {', '.join(LINKS)}")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS), metavar="MODEL")
     parser.add_argument("--rivals", nargs="+", default=list(RIVALS), metavar="RIVAL", help="as rivals.py names them")
-    parser.add_argument("--blocks", type=int, help="rounds of one block each (5; with --quick 3)")
+    parser.add_argument("--placements", type=int, help="times all models are made anew (3; with --quick 1)")
+    parser.add_argument("--blocks", type=int, help="rounds of one block each, per placement (3; with --quick 3)")
     parser.add_argument("--seconds", type=float, help="length of a block (0.8; with --quick 0.3)")
     parser.add_argument("--patience", type=float, help="seconds per link to wait for other programs (60; quick: 10)")
     parser.add_argument("--seed", type=int, default=0)
@@ -85,7 +87,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--markdown", action="store_true", help="print Markdown as it is")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for data_parallel.md and .json")
     args = parser.parse_args()
-    args.blocks = args.blocks or (3 if args.quick else 5)
+    args.placements = args.placements or (1 if args.quick else 3)
+    args.blocks = args.blocks or 3
     args.seconds = args.seconds or (0.3 if args.quick else 0.8)
     args.patience = (10.0 if args.quick else 60.0) if args.patience is None else args.patience
     return args
@@ -182,8 +185,8 @@ def _caption(machine: dict[str, Any], options: dict[str, Any]) -> str:
         f"{machine['date']}: {machine['processor']}, {machine['cores']} cores (load of others before the start "
         f"{machine['load']}), {machine['system']}, Python {machine['python']}, torch {machine['torch']}, accelerate "
         f"{machine['accelerate']}, nearlinear {machine['nearlinear']}. Two processes of one thread, each on a core of "
-        f"its own. Seed {options['seed']}, {options['blocks']} rounds of blocks of {options['seconds']:g} s; medians "
-        "and, in brackets, the ranges over the blocks."
+        f"its own. Seed {options['seed']}; {options['placements']} times {options['blocks']} rounds of blocks of "
+        f"{options['seconds']:g} s, the models made anew each time; medians and, in brackets, the ranges over the blocks."
     )
 
 

@@ -44,12 +44,18 @@ def main() -> None:
     for name in options["models"]:
         torch.manual_seed(options["seed"])
         task = MODELS[name]()
-        rivals = [start(rival, task) for rival in options["rivals"]]
-        _require_equal_losses(rivals, *task.half(rank))
-        measured = _measure(_treatments(task, rivals, rank), [rival.name for rival in rivals], options, clock)
+        blocks: dict[str, list[dict[str, Any]]] = {}
+        steps: dict[str, int] = {}
+        for placement in range(options["placements"]):
+            # Where a model lies in memory is worth some percent for as long as it lives, and the first to be made
+            # lies best: so all are made anew, in another order.
+            names = options["rivals"][placement:] + options["rivals"][:placement]
+            rivals = [start(rival, task) for rival in names]
+            _require_equal_losses(rivals, *task.half(rank))
+            steps = _measure(_treatments(task, rivals, rank), options, clock, blocks)
         if rank == 0:
             about = {"model": name, "batch": task.batch, "parameters": task.parameters}
-            print(json.dumps({**about, **measured}), flush=True)
+            print(json.dumps({**about, "steps": steps, "blocks": blocks}), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -84,22 +90,25 @@ def _require_equal_losses(rivals: list[Training], x: Tensor, y: Tensor) -> None:
 
 
 def _measure(
-    treatments: dict[str, Callable[[], Any]], rivals: list[str], options: dict[str, Any], clock: _Clock
-) -> dict[str, Any]:
-    steps = {}
+    treatments: dict[str, Callable[[], Any]],
+    options: dict[str, Any],
+    clock: _Clock,
+    blocks: dict[str, list[dict[str, Any]]],
+) -> dict[str, int]:
+    """Add blocks of every treatment, and return how many steps each of them has."""
+    steps, rivals = {}, options["rivals"]
     for name, step in treatments.items():
         with as_if_alone(name):
             step()
             steps[name] = max(2, min(200, round(options["seconds"] / max(clock.block(step, 1)["seconds"]))))
     steps |= dict.fromkeys(rivals, sorted(steps[rival] for rival in rivals)[len(rivals) // 2])
-    blocks: dict[str, list[dict[str, Any]]] = {name: [] for name in treatments}
     names = list(treatments)
     for round_ in range(options["blocks"]):
         turn = round_ % len(names)
         for name in names[turn:] + names[:turn]:
             with as_if_alone(name):
-                blocks[name].append(clock.quiet_block(treatments[name], steps[name]))
-    return {"steps": steps, "blocks": blocks}
+                blocks.setdefault(name, []).append(clock.quiet_block(treatments[name], steps[name]))
+    return steps
 
 
 class _Clock:

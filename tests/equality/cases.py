@@ -892,6 +892,31 @@ def evaluation_within_training(note: Note) -> None:
 
 
 @case
+def evaluation_broken_off_within_training(note: Note) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(data(33), batch_size=8, shuffle=True)
+    held_out = DataLoader(data(21), batch_size=5)
+    model, optimizer, loader, held_out = nl.distribute(model, optimizer, loader, held_out)
+    next(iter(loader))  # a look at the shapes
+    for i, (x, y) in enumerate(loader):
+        for u, _ in held_out:
+            model(u)
+            break
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        with torch.no_grad():
+            for u, _ in held_out:
+                model(u)
+        note(f"{i} loss", nl.mean(loss))
+        gradients(note, model, f"{i} ")
+        optimizer.step()
+    note("last loss", nl.mean(loss))
+    state(note, model)
+
+
+@case
 def means_and_totals_of_nested_values(note: Note) -> None:
     model = mlp()
     loader = DataLoader(data(35), batch_size=8)

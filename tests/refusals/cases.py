@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -92,6 +93,29 @@ def more_ranks_than_samples() -> None:
 @refusal("samples on rank 0 and 17 on rank 1; every rank needs the whole data set")
 def data_sets_of_different_lengths() -> None:
     nl.distribute(*parts(samples=16 + nl.rank()))
+
+
+@refusal("the data set of loader")
+def data_split_differently_on_ranks() -> None:
+    model, optimizer, loader = parts()
+    generator = torch.Generator().manual_seed(nl.rank())
+    part, _ = torch.utils.data.random_split(loader.dataset, [12, 4], generator=generator)
+    nl.distribute(model, optimizer, DataLoader(part, batch_size=4))
+
+
+@refusal("has given rank 1 other batches than rank 0; seed it")
+def a_sampler_that_is_seeded_by_nobody() -> None:
+    class Order(torch.utils.data.Sampler[int]):
+        def __iter__(self) -> Any:
+            return iter(random.Random(nl.rank()).sample(range(16), 16))
+
+        def __len__(self) -> int:
+            return 16
+
+    model, optimizer, loader = nl.distribute(*parts(sampler=Order()))
+    for x, y in loader:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
 
 
 @refusal("the model differs between ranks: 0.weight (3, 4) torch.float32 on rank 0 and 0.weight (4, 4)")

@@ -39,6 +39,8 @@ def rank_environment(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "PYTHONUNBUFFERED": "1",
+        # Sets of strings come in the same order on all ranks: a data set listed from one is then the same.
+        "PYTHONHASHSEED": inherited.get("PYTHONHASHSEED", str(port)),
         **threads(n, cores, inherited),
     }
     if gpus:

@@ -27,6 +27,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -88,12 +89,19 @@ def require_shareable(loader: Any, session: Session, number: int) -> None:
         length: int | None = len(loader.dataset)  # type: ignore[arg-type]
     except TypeError:
         length = None
-    lengths = session.all_gather_json(length, "the lengths of the data sets")
+    mine = {"length": length, "split": _split_of(loader.dataset)}
+    everyones = session.all_gather_json(mine, "the lengths of the data sets")
+    lengths = [other["length"] for other in everyones]
     for rank, other in enumerate(lengths):
         if other != lengths[0]:
             raise InputError(
                 f"the data set of {what} has {lengths[0]} samples on rank 0 and {other} on rank {rank}; "
                 "every rank needs the whole data set (nearlinear shares it out)"
+            )
+        if everyones[rank]["split"] != everyones[0]["split"]:
+            raise InputError(
+                f"the data set of {what} is another part of the whole on rank {rank} than on rank 0; give "
+                "random_split a generator=torch.Generator().manual_seed(0), or seed before it"
             )
     if not getattr(loader, "in_order", True):
         raise InputError(f"{what} has in_order=False, so ranks would see batches in different orders; set it to True")
@@ -107,6 +115,15 @@ def require_shareable(loader: Any, session: Session, number: int) -> None:
                 f"batches of {loader.batch_size} leave {session.size - loader.batch_size} of {session.size} ranks "
                 "without work in every step"
             )
+
+
+def _split_of(dataset: Any) -> list[int]:
+    """Return what tells one ``Subset`` (``random_split`` makes them) from another."""
+    split = []
+    while isinstance(dataset, Subset):
+        split.append(derived_seed(*dataset.indices))
+        dataset = dataset.dataset
+    return split
 
 
 def _seed_of(loader: DataLoader[Any]) -> int:
@@ -133,6 +150,7 @@ class LoaderState:
         self.skip = 0  # batches of the next pass that a checkpoint says were seen
         self.sizes: list[int] = []  # samples of the batches that the sampler has given out and the loader has not
         self.handed_out = 0  # batches of the pass in hand
+        self.drawn = 0  # a digest of every index the sampler has given out, the same on all ranks
         self.running = False
 
     def seed_of_pass(self) -> int:
@@ -176,6 +194,22 @@ def _shared(base: type[Any]) -> type[Any]:
     return type(base.__name__, (base,), {**fields, "__module__": base.__module__, "__doc__": base.__doc__})
 
 
+def require_same_batches(session: Session, step: int) -> None:
+    """Check that all ranks draw the same batches from their samplers.
+
+    Raises:
+        InputError: They do not.
+    """
+    drawn = session.all_gather_json([state.drawn for state in session.states], "comparing the batches")
+    for rank, other in enumerate(drawn):
+        for number, digest in enumerate(other):
+            if digest != drawn[0][number]:
+                raise InputError(
+                    f"by step {step} the sampler of loader {number} has given rank {rank} other batches than rank 0; "
+                    "seed it, or let it draw from torch's, NumPy's or python's own generators"
+                )
+
+
 class _Pass(Iterator[Any]):
     """One pass over a loader: unpacks each share and tells the session what it counts for."""
 
@@ -197,6 +231,9 @@ class _Pass(Iterator[Any]):
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]
+
+    def __del__(self) -> None:
+        self._session.left_pass(self._passage)
 
     def _fetch(self) -> Any:
         if self._streams is None:
@@ -267,6 +304,8 @@ class _ShareSampler(_OrderedSampler):
                 continue
             indices = list(batch)
             sizes.append(len(indices))
+            if session.size > 1:
+                self._state.drawn = derived_seed(self._state.drawn, *indices)
             mine = share(len(indices), session.rank, session.size)
             yield indices[mine.start : mine.stop] or indices[-1:]
 

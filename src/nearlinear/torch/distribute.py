@@ -19,7 +19,7 @@ from nearlinear.core.plan import STRATEGIES, Plan
 from nearlinear.errors import InputError
 from nearlinear.torch import batchnorm
 from nearlinear.torch.collectives import Group
-from nearlinear.torch.data import require_shareable, share_out
+from nearlinear.torch.data import require_same_batches, require_shareable, share_out
 from nearlinear.torch.metrics import mean
 from nearlinear.torch.reducer import Reducer
 from nearlinear.torch.session import Session, Weight, install_excepthook, start
@@ -51,6 +51,7 @@ def distribute(
     for which, loader in enumerate(loaders, session.loaders):
         share_out(loader, session, weight if callable(weight) else None, which)
     session.loaders += len(loaders)
+    session.states += [loader._nearlinear for loader in loaders]
     broadcast_state([tensor for _, tensor in [*named, *buffers]], session.control)
     if batchnorm.synchronise(model):
         batchnorm.open_group(named[0][1].device)
@@ -262,6 +263,7 @@ class _Steps:
                     f"{name} became a parameter of the model after distribute, so its gradient is not combined; "
                     "build the whole model first"
                 )
+        require_same_batches(self._session, self._step)
         for reducer in self._reducers:
             named = list(zip(reducer.names, reducer.parameters, strict=True))
             require_equal([*named, *reducer.equal_buffers()], self._session, self._step)

@@ -15,7 +15,7 @@ from nearlinear.torch.session import Batch, Session
 
 def mean(value: Any, session: Session) -> Any:
     """Return the mean over the ranks, weighted by what each rank's share of the batch in hand counts for."""
-    fraction = session.mean_fraction()
+    fraction = session.mean_fraction(training=isinstance(value, torch.Tensor) and value.requires_grad)
     return _combine(value, session, fraction, "nl.mean")
 
 
@@ -100,7 +100,7 @@ def gather(value: Any, session: Session) -> Any:
 
 
 def _gather_rows(tensor: torch.Tensor, session: Session) -> torch.Tensor:
-    batches = _batches_of(tensor.shape[0], session)
+    batches = _batches_of(tensor, session)
     rank, size = session.rank, session.size
     # Rows this rank holds of each batch, a filler included, and rows each rank holds in truth.
     held = [max(len(share(batch.samples, rank, size)), 1) for batch in batches]
@@ -124,8 +124,11 @@ def _gather_rows(tensor: torch.Tensor, session: Session) -> torch.Tensor:
     return joined[torch.tensor(order, dtype=torch.int64, device=joined.device)]
 
 
-def _batches_of(rows: int, session: Session) -> list[Batch]:
-    """Return the batches that ``rows`` rows belong to: the one in hand, or all of the pass."""
+def _batches_of(tensor: torch.Tensor, session: Session) -> list[Batch]:
+    """Return the batches that the rows belong to: the one in training, the one in hand, or all of the pass."""
+    rows, training = tensor.shape[0], session.training_batch() if tensor.requires_grad else None
+    if training is not None and max(training.mine, 1) == rows:
+        return [training]
     if session.batch is None or session.passage is None:
         raise InputError("nl.gather puts rows in the order of the data, so hand the loader to nl.distribute first")
     choices = [[session.batch], session.passage.batches]

@@ -58,7 +58,7 @@ class Passage:
     Args:
         loader: Number of the loader.
         batches: What it has handed out.
-        over: The loader is exhausted.
+        over: The loader is exhausted, or the loop over it was left.
     """
 
     loader: int
@@ -81,10 +81,12 @@ class Session:
         self.control = self.new_group(torch.device("cpu"))
         self.failed = False
         self.summed: bool | None = None  # weight="sum": gradients are added, not averaged; None: not said yet
+        self.states: list[Any] = []  # of the loaders
         self.loaders = self.models = 0  # how many were handed to distribute
         self.batch: Batch | None = None
         self.passage: Passage | None = None  # the pass that the latest batch or end of data came from
         self.pass_over = False
+        self._running: list[Passage] = []  # the passes that are being iterated, the innermost last
         self._training: list[tuple[Passage, Batch]] = []  # fetched since the latest backward pass began
         self._backward: Batch | None = None
         self._ahead = False  # batches are fetched before the backward pass of the one before them
@@ -139,11 +141,24 @@ class Session:
     def began_pass(self, loader: int) -> Passage:
         """Note that a loader starts over: what an earlier pass handed out and nobody used is forgotten."""
         self._training = [(passage, batch) for passage, batch in self._training if passage.loader != loader]
-        return Passage(loader)
+        self._running.append(Passage(loader))
+        return self._running[-1]
 
     def ended_pass(self, passage: Passage) -> None:
         """Note that a loader is exhausted."""
+        if not passage.over:
+            self._running.remove(passage)
         self.passage, self.pass_over, passage.over = passage, True, True
+
+    def left_pass(self, passage: Passage) -> None:
+        """Note that nobody iterates any more: after an evaluation broken off, the batch around it is in hand again."""
+        if passage.over:
+            return
+        self._running.remove(passage)
+        passage.over = True
+        if self.passage is passage and self._running and self._running[-1].batches:
+            self.passage = self._running[-1]
+            self.batch = self.passage.batches[-1]
 
     def fraction(self, batch: Batch) -> float:
         """Return the part of the batch's mean that this rank's share stands for; the ranks' parts sum to one."""
@@ -191,8 +206,21 @@ class Session:
         batch = self._backward
         return batch.mine / batch.samples if batch is not None and batch.samples else 1.0 / self.size
 
-    def mean_fraction(self) -> float:
-        """Return this rank's part in a mean over the batch in hand, or over the whole pass once it has ended."""
+    def training_batch(self) -> Batch | None:
+        """Return the batch that a loss which can still be differentiated is of."""
+        running = [batch for passage, batch in self._training if not passage.over]
+        return running[-1] if running else self._backward
+
+    def mean_fraction(self, *, training: bool) -> float:
+        """Return this rank's part in a mean over the batch in hand, or over the whole pass once it has ended.
+
+        Args:
+            training: The mean is of a loss that can still be differentiated: it is of one batch, whatever was
+                evaluated meanwhile.
+        """
+        batch = self.training_batch() if training else None
+        if batch is not None:
+            return self.fraction(batch)
         if self.pass_over and self.passage is not None:
             batches = self.passage.batches
             mine = sum(b.mine if b.weight is None else b.weight for b in batches)

@@ -39,7 +39,7 @@ class Cell:
     @property
     def rivals(self) -> list[str]:
         """Who was measured."""
-        return [name for name in self.raw["blocks"] if name not in ("one", "half", "all-reduce")]
+        return [name for name in self.raw["blocks"] if name not in ("one", "half", "in step", "all-reduce")]
 
     def times(self, name: str) -> list[float]:
         """Return the seconds per step of every block; of every block and rank for ``"half"``."""
@@ -63,6 +63,11 @@ class Cell:
     def in_sequence(self) -> float:
         """Seconds per step if the exchange ran after backward, all at once."""
         return self.time("half") + self.time("all-reduce")
+
+    @property
+    def ceiling_in_step(self) -> float:
+        """Return the same for two processes that wait for each other at every step, as all rivals make them."""
+        return max(self.time("in step"), self.time("all-reduce"))
 
     def efficiency(self, step: float) -> float:
         """Return the speed-up over one process, per process."""
@@ -93,13 +98,21 @@ def _speeds(cells: Sequence[Cell]) -> str:
     for cell in cells:
         for rival in cell.rivals:
             batch, step = cell.raw["batch"], cell.time(rival)
-            ahead = "" if rival == OURS else f"{cell.ratio(rival):.3f} {_range(cell.ratios(rival), '.2f')}"
+            ahead = (
+                ""
+                if rival == OURS or OURS not in cell.rivals
+                else f"{cell.ratio(rival):.3f} {_range(cell.ratios(rival), '.2f')}"
+            )
             rows.append([
                 cell.model, cell.link, rival,
                 f"{batch / step:.1f} {_range([batch / each for each in cell.times(rival)], '.1f')}",
-                f"{cell.efficiency(step):.3f}", f"{cell.ceiling / step:.3f}", ahead,
+                f"{cell.efficiency(step):.3f}", f"{cell.ceiling / step:.3f}", f"{cell.ceiling_in_step / step:.3f}",
+                ahead,
             ])  # fmt: skip
-    head = ["model", "link", "rival", "samples/s", "scaling efficiency", "of the ceiling", "nearlinear / rival"]
+    head = [
+        "model", "link", "rival", "samples/s", "scaling efficiency", "of the ceiling", "of that in step",
+        "nearlinear / rival",
+    ]  # fmt: skip
     return _table(head, rows)
 
 
@@ -112,13 +125,14 @@ def _bounds(cells: Sequence[Cell]) -> str:
         others = f"{median(cell.others):.0%}, at most {max(cell.others):.0%}"
         rows.append([
             cell.model, cell.link, seconds(cell.time("one")), f"{seconds(cell.time('half'))} {half}",
+            seconds(cell.time("in step")),
             size(cell.bytes), f"{seconds(exchange)} ({bandwidth(cell.bytes / exchange)})", seconds(busy),
             f"{seconds(cell.ceiling)} ({cell.efficiency(cell.ceiling):.2f})",
             f"{seconds(cell.in_sequence)} ({cell.efficiency(cell.in_sequence):.2f})", others,
         ])  # fmt: skip
     head = [
-        "model", "link", "one process", "half the batch", "gradients", "all-reduce", "of it on the processor",
-        "ceiling (efficiency)", "without overlap (efficiency)", "others on the cores",
+        "model", "link", "one process", "half the batch", "half, in step", "gradients", "all-reduce",
+        "of it on the processor", "ceiling (efficiency)", "without overlap (efficiency)", "others on the cores",
     ]  # fmt: skip
     return _table(head, rows)
 

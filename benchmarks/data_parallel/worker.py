@@ -2,12 +2,13 @@
 
 A block is a few steps of one treatment; a round is one block of each, and the order turns from round to round:
 
-    round 0    one  half  all-reduce  nearlinear  ddp  accelerate
-    round 1    half  all-reduce  nearlinear  ddp  accelerate  one
+    round 0    one  half  in step  all-reduce  nearlinear  ddp  accelerate
+    round 1    half  in step  all-reduce  nearlinear  ddp  accelerate  one
     ...
 
     one           rank 0 trains on the whole batch, rank 1 waits                       seconds per step, rank 0's
     half          both train on their halves, nothing is exchanged                     seconds per step, of each
+    in step       as half, but whoever is first waits for the other after each step    seconds per step
     all-reduce    nothing but one all-reduce of as many bytes as there are gradients   seconds, the slower rank's
     a rival       both train on their halves, together                                 seconds per step, the slower's
 """
@@ -30,7 +31,7 @@ from models import MODELS, Task
 from rivals import Training, as_if_alone, start
 from torch import Tensor
 
-WARM_UP = 4  # buckets are laid out, links measured and memory is found in the first steps
+WARM_UP = 3  # buckets are laid out, links measured and memory is found in the first steps
 
 
 def main() -> None:
@@ -62,11 +63,17 @@ def main() -> None:
 
 def _treatments(task: Task, rivals: list[Training], rank: int) -> dict[str, Callable[[], Any]]:
     """Return what takes one step of each treatment."""
-    plain, message = start("plain", task), torch.zeros(task.parameters)
+    plain, message, token = start("plain", task), torch.zeros(task.parameters), torch.zeros(1)
     x, y = task.half(rank)
+
+    def in_step() -> None:
+        plain.step(x, y)
+        dist.all_reduce(token)
+
     treatments: dict[str, Callable[[], Any]] = {
         "one": lambda: plain.step(task.x, task.y) if rank == 0 else None,
         "half": lambda: plain.step(x, y),
+        "in step": in_step,
         "all-reduce": lambda: dist.all_reduce(message),
     }
     for rival in rivals:

@@ -92,6 +92,14 @@ def _session(what: str) -> Any:
     return None
 
 
+def _detached(value: Any) -> Any:
+    if "torch" not in sys.modules:
+        return value
+    from nearlinear.torch.metrics import detached
+
+    return detached(value)
+
+
 def rank() -> int:
     """Return this process's number, 0 to ``world_size() - 1``."""
     return world_from().rank
@@ -120,7 +128,7 @@ def mean(value: Any) -> Any:
     """
     session = _session("nl.mean")
     if session is None:
-        return value
+        return _detached(value)
     from nearlinear.torch.metrics import mean as mean_torch
 
     return mean_torch(value, session)
@@ -134,7 +142,7 @@ def total(value: Any) -> Any:
     """
     session = _session("nl.total")
     if session is None:
-        return value
+        return _detached(value)
     from nearlinear.torch.metrics import total as total_torch
 
     return total_torch(value, session)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import nearlinear as nl
+from nearlinear.torch import session
 
 CASES: dict[str, tuple[str, Callable[[], Any]]] = {}
 
@@ -121,6 +122,16 @@ def a_sampler_that_is_seeded_by_nobody() -> None:
 @refusal("the model differs between ranks: 0.weight (3, 4) torch.float32 on rank 0 and 0.weight (4, 4)")
 def models_that_differ_between_ranks() -> None:
     nl.distribute(nn.Sequential(nn.Linear(4, 3 + nl.rank())))
+
+
+@refusal("weight(batch) is -1 for batch 1 of loader")
+def a_negative_weight() -> None:
+    model, _, loader = parts()
+    current = session()
+    assert current is not None
+    current.summed = None
+    model, loader = nl.distribute(model, None, loader, weight=lambda _: -1)
+    next(iter(loader))
 
 
 @refusal("an earlier distribute call took the losses of this run as a mean and this one takes them as 'sum'")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from nearlinear.runtime.liveness import Liveness, Loss
 from nearlinear.units import seconds
 
 _POLL = datetime.timedelta(seconds=1)
-_NOTICE_AFTER_S = 30.0
+_NOTICE_AFTER_S = 15.0
 _OWN_CODE = "its own code"
 
 noticed = threading.Event()  # a wait has ended with the news that a peer is gone
@@ -136,6 +137,7 @@ class Group:
                 noticed = True
                 message = f"waiting in {what} for {self._elsewhere(what)[1]}, up to {seconds(self._deadline_s)}"
                 events.publish("notice", message=message)
+                print(f"nearlinear: {message}", file=sys.stderr, flush=True)
 
     def _guard(self, begin: Callable[[], Any], what: str) -> Any:
         try:

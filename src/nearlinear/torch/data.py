@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -256,9 +257,19 @@ class _Pass(Iterator[Any]):
         else:
             batch, samples = batch.content, batch.samples
         state.handed_out += 1
+        if samples < session.size:
+            session.notice(
+                f"loader {state.number} has a batch of {samples} for {session.size} ranks: the others hold a filler, "
+                "which nl.mean and nl.gather leave out and sums of your own do not"
+            )
         info = Batch(samples, len(share(samples, session.rank, session.size)))
         if state.weight is not None:
             info.weight = 0.0 if info.filler else float(state.weight(batch))
+            if not 0.0 <= info.weight < math.inf:
+                raise InputError(
+                    f"weight(batch) is {info.weight:g} for batch {state.handed_out} of loader {state.number} on rank "
+                    f"{session.rank}; it must be a number from 0 on, such as a count of tokens"
+                )
         session.fetched(self._passage, info)
         return batch
 

@@ -59,6 +59,8 @@ def distribute(
         if number == 0:
             separate_streams(session)
         _name_differences(model, session)
+        if plan.compress:
+            session.notice(f"{plan.compress} on the wire rounds gradients: the numbers are not those of one process")
     notes = _hook(named, model, optimizer, session, plan, number)
     events.publish("distributed", rank=session.rank, world_size=session.size, model=model, notes=notes)
     events.send_to_launcher("distributed", rank=session.rank, world_size=session.size)

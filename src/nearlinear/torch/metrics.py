@@ -28,7 +28,7 @@ def total(value: Any, session: Session) -> Any:
 def _combine(value: Any, session: Session, factor: float, what: str) -> Any:
     """Sum ``factor * value`` over the ranks, leaf by leaf, in one message."""
     if session.control is None:
-        return value
+        return detached(value)
     leaves = list(_numbers(value, what))
     tensors = [torch.as_tensor(leaf).detach() for leaf in leaves]
     wide = [t.to("cpu", torch.complex128 if t.is_complex() else torch.float64).reshape(-1) for t in tensors]
@@ -42,6 +42,15 @@ def _combine(value: Any, session: Session, factor: float, what: str) -> Any:
         part = torch.view_as_complex(part.view(-1, 2)) if tensor.is_complex() else part
         results.append(_as_given(leaf, tensor, part.reshape(tensor.shape), integers=what == "nl.total"))
     return _rebuilt(value, iter(results))
+
+
+def detached(value: Any) -> Any:
+    """Return ``value`` with its tensors detached, as those that come from several ranks are."""
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, Mapping):
+        return {key: detached(each) for key, each in value.items()}
+    return [detached(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _as_given(leaf: Any, tensor: torch.Tensor, result: torch.Tensor, *, integers: bool) -> Any:

@@ -166,8 +166,10 @@ class Session:
             return batch.mine / batch.samples if batch.samples else math.nan
         if batch.total is None:
             batch.total = self._sum(batch.weight, "the weights of a batch")
-        # A batch that counts for nothing has no mean: one process would see 0 / 0 too.
-        return batch.weight / batch.total if batch.total else math.nan
+        if not batch.total:
+            self.notice("weight(batch) is 0 on all ranks for a batch: its mean is 0 / 0, NaN, as on one process")
+            return math.nan
+        return batch.weight / batch.total
 
     def backward_fraction(self) -> float:
         """Return the fraction of the backward pass in hand.

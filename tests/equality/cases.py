@@ -917,6 +917,93 @@ def evaluation_broken_off_within_training(note: Note) -> None:
 
 
 @case
+def gradients_put_in_place_by_the_script(note: Note) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(data(33), batch_size=8)
+    model, optimizer, loader = nl.distribute(model, optimizer, loader)
+    for i, (x, y) in enumerate(itertools.chain(loader, loader)):
+        optimizer.zero_grad()
+        if i % 3 == 0:
+            F.cross_entropy(model(x), y).backward()
+        else:
+            found = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
+            for p, gradient in zip(model.parameters(), found, strict=True):
+                p.grad = gradient
+        optimizer.step()
+        gradients(note, model, f"{i} ")
+    state(note, model)
+
+
+@case
+def batch_norm_synchronised_around_an_evaluation(note: Note) -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.SyncBatchNorm(5), nn.Tanh(), nn.Linear(5, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader, held_out = DataLoader(data(40), batch_size=8), DataLoader(data(5), batch_size=2)
+    model, optimizer, loader, held_out = nl.distribute(model, optimizer, loader, held_out)
+    for i, (x, y) in enumerate(loader):
+        model.eval()
+        with torch.no_grad():
+            for u, _ in held_out:
+                model(u)
+        model.train()
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        gradients(note, model, f"{i} ")
+        optimizer.step()
+    state(note, model)
+
+
+@case
+def line_search_over_a_sum(note: Note) -> None:
+    model = mlp()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3, line_search_fn="strong_wolfe")
+    loader = DataLoader(data(33), batch_size=16)
+    model, optimizer, loader = nl.distribute(model, optimizer, loader, weight="sum")
+    for i, (x, y) in enumerate(loader):
+        count = nl.total(len(x))
+
+        def closure(x: Any = x, y: Any = y, count: int = count) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y, reduction="sum") / count
+            loss.backward()
+            return loss
+
+        note(f"{i} loss", optimizer.step(closure))
+    state(note, model)
+
+
+@case
+def passes_over_one_loader_at_once(note: Note) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(data(37), batch_size=8, num_workers=2, persistent_workers=True)
+    seen = sum(len(x) for x, _ in loader)  # before distribute: its workers persist
+    model, optimizer, loader = nl.distribute(model, optimizer, loader)
+    plain = DataLoader(data(37), batch_size=8)
+    plain = nl.distribute(nn.Linear(1, 1), None, plain)[1]
+    for i, ((x, y), (u, v)) in enumerate(zip(plain, plain, strict=True)):
+        optimizer.zero_grad()
+        (F.cross_entropy(model(x), y) + F.cross_entropy(model(u), v)).backward()
+        gradients(note, model, f"{i} ")
+        optimizer.step()
+    train(note, model, optimizer, loader)
+    note("seen", seen)
+
+
+@case
+def totals_of_dicts_filled_in_any_order(note: Note) -> None:
+    model = mlp()
+    loader = DataLoader(data(36), batch_size=12)
+    model, loader = nl.distribute(model, None, loader)
+    for i, (_, y) in enumerate(loader):
+        counts = {int(c): int((y == c).sum()) for c in sorted(range(3), key=lambda c: (c + nl.rank()) % 3)}
+        summed = nl.total(counts)
+        for c in range(3):
+            note(f"{i} {c}", summed[c])
+
+
+@case
 def means_and_totals_of_nested_values(note: Note) -> None:
     model = mlp()
     loader = DataLoader(data(35), batch_size=8)

@@ -134,6 +134,41 @@ def a_negative_weight() -> None:
     next(iter(loader))
 
 
+@refusal("nl.total got values of different structure on different ranks")
+def totals_of_different_things() -> None:
+    nl.distribute(*parts())
+    nl.total({f"class {nl.rank()}": 1.0})
+
+
+@refusal("nl.gather takes tensors with one row per sample, not a Tensor without rows")
+def a_number_to_gather() -> None:
+    model, _, loader = nl.distribute(*parts())
+    for _ in loader:
+        nl.gather(torch.tensor(1.0))
+
+
+@refusal("handed over twice in one call")
+def one_loader_twice() -> None:
+    model, optimizer, loader = parts()
+    nl.distribute(model, optimizer, loader, loader)
+
+
+@refusal("p.grad was read inside the backward pass")
+def an_optimizer_within_the_backward_pass() -> None:
+    model, _, loader = parts()
+    nl.distribute(model, None, loader)
+    model[1].weight.register_post_accumulate_grad_hook(lambda p: p.grad.zero_())
+    model(torch.ones(2, 4)).sum().backward()
+
+
+@refusal("convert and move the model before")
+def a_model_converted_after_distribute() -> None:
+    model, optimizer, _ = parts()
+    nl.distribute(model, optimizer)
+    model.double()
+    optimizer.step()
+
+
 @refusal("an earlier distribute call took the losses of this run as a mean and this one takes them as 'sum'")
 def two_kinds_of_weight() -> None:
     nl.distribute(*parts())
@@ -186,7 +221,7 @@ def batches_without_a_tensor() -> None:
     list(loader)
 
 
-@refusal("became a parameter of the model after distribute")
+@refusal("became a parameter of the model or the optimizer after distribute")
 def parameters_added_after_distribute() -> None:
     model, optimizer, loader = nl.distribute(*parts())
     model.append(nn.Linear(2, 2))

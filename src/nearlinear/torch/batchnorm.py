@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from nearlinear.torch.collectives import Group
 from nearlinear.torch.session import current
@@ -40,7 +41,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
                 self._momentum(),
                 self.eps,
             )
-        filler = session.batch is not None and session.batch.filler
+        batch = (session.training_batch() if torch.is_grad_enabled() else None) or session.batch
+        filler = batch is not None and batch.filler
         output, mean, variance, count = _Normalise.apply(input, self.weight, self.bias, self.eps, filler)  # type: ignore[no-untyped-call]
         if self.training and self.running_mean is not None and self.running_var is not None:
             with torch.no_grad():
@@ -98,6 +100,7 @@ class _Normalise(torch.autograd.Function):
         return output.to(x.dtype), mean, variance, total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> Any:
         group = _group()
         normal, scale, weight, total = ctx.saved_tensors

@@ -62,6 +62,7 @@ def share_out(loader: Any, session: Session, weight: Weight | None, number: int)
     else:
         fields["sampler"] = _OrderedSampler(loader.sampler, state)
     fields["_nearlinear"] = state
+    fields["_iterator"] = None  # workers that persist from before would go on drawing the whole batches
     loader.__class__ = _shared(type(loader))  # type: ignore[arg-type]
 
 
@@ -149,7 +150,7 @@ class LoaderState:
         self.session, self.weight, self.number, self.seed = session, weight, number, seed
         self.next_pass = 0
         self.skip = 0  # batches of the next pass that a checkpoint says were seen
-        self.sizes: list[int] = []  # samples of the batches that the sampler has given out and the loader has not
+        self.sizes: list[int] = []  # samples of the batches that the latest iteration of the sampler has given out
         self.handed_out = 0  # batches of the pass in hand
         self.drawn = 0  # a digest of every index the sampler has given out, the same on all ranks
         self.running = False
@@ -176,7 +177,6 @@ def _shared(base: type[Any]) -> type[Any]:
 
     def begin(self: Any) -> _Pass:
         state: LoaderState = self._nearlinear
-        state.sizes.clear()
         seed = state.seed_of_pass()
         # Workers that augment draw differently on each rank; a stream of data must come out the same on all.
         iterable = isinstance(self.dataset, IterableDataset)
@@ -221,6 +221,7 @@ class _Pass(Iterator[Any]):
         self._streams = streams
         self._ready_made = loader.batch_size is None and loader.batch_sampler is None
         self._indexed = not self._ready_made and not isinstance(loader.dataset, IterableDataset)
+        self._sizes = self._state.sizes  # of the iteration that began with this pass
         self._passage: Passage = self._session.began_pass(self._state.number)
         state = self._state
         state.next_pass, state.running = state.next_pass + 1, True
@@ -251,7 +252,12 @@ class _Pass(Iterator[Any]):
             session.ended_pass(self._passage)
             raise
         if self._indexed:
-            samples = state.sizes.pop(0)
+            if not self._sizes:
+                raise InputError(
+                    f"loader {state.number} hands out batches that it did not draw in this pass (does it fetch ahead "
+                    "by itself?); hand the plain DataLoader over"
+                )
+            samples = self._sizes.pop(0)
         elif self._ready_made:
             batch, samples = split(batch, session.rank, session.size)
         else:
@@ -306,10 +312,11 @@ class _ShareSampler(_OrderedSampler):
     """A batch sampler that gives out this rank's share of each batch and notes the batch's size."""
 
     def __iter__(self) -> Iterator[list[Any]]:
-        return self._shares(super().__iter__(), self._state.skip)
+        self._state.sizes = []
+        return self._shares(super().__iter__(), self._state.skip, self._state.sizes)
 
-    def _shares(self, batches: Iterator[Any], skip: int) -> Iterator[list[Any]]:
-        session, sizes = self._state.session, self._state.sizes
+    def _shares(self, batches: Iterator[Any], skip: int, sizes: list[int]) -> Iterator[list[Any]]:
+        session = self._state.session
         for number, batch in enumerate(batches):
             if number < skip:
                 continue

@@ -20,7 +20,7 @@ from nearlinear.errors import InputError
 from nearlinear.torch import batchnorm
 from nearlinear.torch.collectives import Group
 from nearlinear.torch.data import require_same_batches, require_shareable, share_out
-from nearlinear.torch.metrics import mean
+from nearlinear.torch.metrics import mean, total
 from nearlinear.torch.reducer import Reducer
 from nearlinear.torch.session import Session, Weight, install_excepthook, start
 from nearlinear.torch.state import broadcast_state, require_equal, require_same_model, separate_streams
@@ -43,11 +43,13 @@ def distribute(
     session = start(named[0][1].device)
     number = session.models
     session.models += 1
-    _weigh(session, loaders, weight)
     buffers = list(model.named_buffers())
     require_same_model([*named, *buffers], session)
     for which, loader in enumerate(loaders, session.loaders):
         require_shareable(loader, session, which)
+    if len(set(map(id, loaders))) < len(loaders):
+        raise InputError("a loader was handed over twice in one call; hand each loader over once")
+    _weigh(session, loaders, weight)
     for which, loader in enumerate(loaders, session.loaders):
         share_out(loader, session, weight if callable(weight) else None, which)
     session.loaders += len(loaders)
@@ -215,6 +217,7 @@ class _Steps:
         self._reducers, self._session, self._plan, self._first = reducers, session, plan, first
         self._model = weakref.ref(model)
         self._optimizer = optimizer
+        self._groups = len(optimizer.param_groups)
         self._known = {id(parameter) for reducer in reducers for parameter in reducer.parameters}
         self._step = 0
         self._last = time.perf_counter()
@@ -241,7 +244,8 @@ class _Steps:
             for reducer in self._reducers:
                 reducer.before_step(first=self._first)
             # A line search compares losses: all ranks must see the same one.
-            return loss if loss is None else mean(loss, self._session)
+            combine = total if self._session.summed else mean
+            return loss if loss is None else combine(loss, self._session)
 
         args = tuple(whole_batch if a is closure else a for a in args)
         return args, {key: whole_batch if value is closure else value for key, value in kwargs.items()}
@@ -251,7 +255,8 @@ class _Steps:
         for reducer in self._reducers:
             reducer.after_step()
         Group.step = self._step
-        if self._step == 1 or self._step % self._plan.check_every == 0:
+        grown = len(optimizer.param_groups) != self._groups
+        if self._step == 1 or self._step % self._plan.check_every == 0 or grown:
             self._compare()
         self._report()
 
@@ -259,16 +264,19 @@ class _Steps:
         if self._session.size == 1:
             return
         model = self._model()
-        for name, parameter in model.named_parameters() if model is not None else ():
+        named = list(model.named_parameters()) if model is not None else []
+        groups = self._optimizer.param_groups
+        named += [(f"a parameter of group {g}", p) for g, group in enumerate(groups) for p in group["params"]]
+        for name, parameter in named:
             if id(parameter) not in self._known:
                 raise InputError(
-                    f"{name} became a parameter of the model after distribute, so its gradient is not combined; "
-                    "build the whole model first"
+                    f"{name} became a parameter of the model or the optimizer after distribute, so its gradient is not "
+                    "combined; build both first"
                 )
         require_same_batches(self._session, self._step)
         for reducer in self._reducers:
-            named = list(zip(reducer.names, reducer.parameters, strict=True))
-            require_equal([*named, *reducer.equal_buffers()], self._session, self._step)
+            parameters = list(zip(reducer.names, reducer.parameters, strict=True))
+            require_equal([*parameters, *reducer.equal_buffers()], self._session, self._step)
             reducer.buffers_may_change()
 
     def _report(self) -> None:

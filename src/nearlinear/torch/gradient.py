@@ -21,10 +21,6 @@ class Owner(Protocol):
 
     pending: bool  # p.grad holds this rank's own gradients
 
-    @property
-    def in_backward(self) -> bool:
-        """Whether they are still coming."""
-
     def read(self) -> None:
         """Combine them, because somebody reads them."""
 
@@ -43,7 +39,7 @@ def _read(parameter: torch.Tensor) -> torch.Tensor | None:
     reference = _owners.get(id(parameter))
     if reference is not None:
         owner = reference()
-        if owner is not None and owner.pending and not owner.in_backward:
+        if owner is not None and owner.pending:
             owner.read()
     return get(parameter)  # type: ignore[no-any-return]
 

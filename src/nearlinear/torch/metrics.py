@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from nearlinear.core.shares import share
 from nearlinear.errors import InputError
 from nearlinear.torch.data import map_leaves
-from nearlinear.torch.session import Batch, Session
+from nearlinear.torch.session import Batch, Session, derived_seed
 
 
 def mean(value: Any, session: Session) -> Any:
@@ -30,11 +32,17 @@ def _combine(value: Any, session: Session, factor: float, what: str) -> Any:
     if session.control is None:
         return detached(value)
     leaves = list(_numbers(value, what))
+    if not leaves:
+        return value
     tensors = [torch.as_tensor(leaf).detach() for leaf in leaves]
     wide = [t.to("cpu", torch.complex128 if t.is_complex() else torch.float64).reshape(-1) for t in tensors]
     flat = torch.cat([torch.view_as_real(w).reshape(-1) if w.is_complex() else w for w in wide])
-    flat = flat * factor if factor else torch.zeros_like(flat)
+    # The last element tells whether all ranks sum the same things: a number for the structure, the same everywhere.
+    structure = derived_seed(*_structure(value), *(str(tuple(t.shape)) for t in tensors)) % 2**20
+    flat = torch.cat([flat * factor if factor else torch.zeros_like(flat), flat.new_tensor([structure])])
     session.control.all_reduce(flat, what)
+    if flat[-1] != structure * session.size:
+        raise InputError(f"{what} got values of different structure on different ranks; give it the same names on all")
     results, offset = [], 0
     for leaf, tensor in zip(leaves, tensors, strict=True):
         count = tensor.numel() * (2 if tensor.is_complex() else 1)
@@ -50,11 +58,15 @@ def detached(value: Any) -> Any:
         return value.detach()
     if isinstance(value, Mapping):
         return {key: detached(each) for key, each in value.items()}
-    return [detached(each) for each in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(detached, value))
+    return type(value)(map(detached, value)) if isinstance(value, list | tuple) else value
 
 
 def _as_given(leaf: Any, tensor: torch.Tensor, result: torch.Tensor, *, integers: bool) -> Any:
     whole = not tensor.is_floating_point() and not tensor.is_complex()
+    if not isinstance(leaf, torch.Tensor) and tensor.ndim:
+        return result.numpy()
     if not isinstance(leaf, torch.Tensor):
         number = result.item()
         return round(number) if whole and integers else number
@@ -65,8 +77,8 @@ def _as_given(leaf: Any, tensor: torch.Tensor, result: torch.Tensor, *, integers
 
 def _numbers(value: Any, what: str) -> Any:
     if isinstance(value, Mapping):
-        for each in value.values():
-            yield from _numbers(each, what)
+        for key in sorted(value, key=str):
+            yield from _numbers(value[key], what)
     elif isinstance(value, list | tuple):
         for each in value:
             yield from _numbers(each, what)
@@ -78,10 +90,24 @@ def _numbers(value: Any, what: str) -> Any:
 
 def _rebuilt(value: Any, results: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _rebuilt(each, results) for key, each in value.items()}
+        summed = {key: _rebuilt(value[key], results) for key in sorted(value, key=str)}
+        return {key: summed[key] for key in value}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_rebuilt(each, results) for each in value))
     if isinstance(value, list | tuple):
-        return [_rebuilt(each, results) for each in value]
+        return type(value)(_rebuilt(each, results) for each in value)
     return next(results)
+
+
+def _structure(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            yield str(key)
+            yield from _structure(value[key])
+    elif isinstance(value, list | tuple):
+        yield len(value)
+        for each in value:
+            yield from _structure(each)
 
 
 def gather(value: Any, session: Session) -> Any:
@@ -105,7 +131,22 @@ def gather(value: Any, session: Session) -> Any:
         joined = _gather_rows(tensor, session)
         return joined if isinstance(leaf, torch.Tensor) else joined.numpy()
 
+    _require_rows(value)
     return map_leaves(one, value)
+
+
+def _require_rows(value: Any) -> None:
+    if isinstance(value, Mapping):
+        for each in value.values():
+            _require_rows(each)
+    elif isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor | Mapping | list | tuple):
+        for each in value:
+            _require_rows(each)
+    elif not getattr(value, "ndim", 0) and not dataclasses.is_dataclass(value):
+        raise InputError(
+            f"nl.gather takes tensors with one row per sample, not a {type(value).__name__} without rows; for numbers "
+            "there are nl.mean and nl.total"
+        )
 
 
 def _gather_rows(tensor: torch.Tensor, session: Session) -> torch.Tensor:
@@ -173,6 +214,7 @@ class _AllGather(torch.autograd.Function):
         return _exchange(tensor, rows, session)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         session: Session = ctx.session
         assert session.control is not None

@@ -115,6 +115,8 @@ class Reducer:
         self._overlap = False
         self._open = [False] * len(self.parameters)  # p.grad is of this window
         self._carry: list[torch.Tensor | None] = [None] * len(self.parameters)
+        self._installed: list[weakref.ref[torch.Tensor] | None] = [None] * len(self.parameters)
+        self._made = [(parameter, (parameter.dtype, parameter.device)) for parameter in self.parameters]
         self._fired = [0] * len(self.parameters)
         self._fired_order: list[int] = []
         self._launched = 0
@@ -216,7 +218,16 @@ class Reducer:
     # ---- combining
 
     def read(self) -> None:
-        """Combine because somebody reads the gradients: the pass was the last of its window after all."""
+        """Combine because somebody reads the gradients: the pass was the last of its window after all.
+
+        Raises:
+            InputError: They are still coming.
+        """
+        if self.in_backward:
+            raise InputError(
+                "p.grad was read inside the backward pass, where it is this rank's own and not yet combined; read it, "
+                "and step the optimizer, after loss.backward()"
+            )
         self._windows.used()
         self.combine()
 
@@ -326,6 +337,12 @@ class Reducer:
         order.update(dict.fromkeys(reversed(range(len(self.parameters)))))
         self._order = list(order)
         self._expected = [max(1, *(one["fired"][i] for one in everyones)) for i in range(len(self.parameters))]
+        hooked = [name for name, p in zip(self.names, self.parameters, strict=True) if p._backward_hooks]
+        if hooked and self.session.size > 1:
+            self.session.notice(
+                f"hooks on {', '.join(hooked[:2])} see the gradient of this rank's share, not of the batch; one that "
+                "is not linear (a clamp) changes the numbers"
+            )
         for one in everyones:
             for index in one["sparse"]:
                 self._is_sparse[index] = True
@@ -417,6 +434,7 @@ class Reducer:
         if carry is not None:
             combined = carry.add_(combined) if not carry.is_sparse else carry + combined
         gradient_slot.put(parameter, combined)
+        self._installed[index] = weakref.ref(combined)
 
     def _combine_sparse(self, index: int) -> None:
         """Join the rows of all ranks' sparse gradients."""
@@ -459,8 +477,25 @@ class Reducer:
                 "optimizer.step() was called inside the backward pass, before the gradients of all ranks were "
                 "combined; call it after loss.backward()"
             )
+        if any(p.dtype != dtype or p.device != device for p, (dtype, device) in self._made[:1]):
+            raise InputError(
+                f"{self.names[0]} was {self._made[0][1][0]} on {self._made[0][1][1]} when it was handed to distribute; "
+                "convert and move the model before"
+            )
         if self.pending or (first and self.combined == 0):
+            if not self.pending:
+                self._adopt()
             self.combine()
+
+    def _adopt(self) -> None:
+        """Take gradients that the script has put in ``p.grad`` itself for this rank's own."""
+        scale = self.session.gradient_scale()
+        self._scale, self._counts = (scale if scale != 0.0 else 1.0), scale != 0.0
+        for index, parameter in enumerate(self.parameters):
+            gradient: torch.Tensor | None = gradient_slot.get(parameter)
+            known = self._installed[index]
+            if gradient is not None and gradient is not (known() if known is not None else None):
+                self._open[index] = True
 
     def after_step(self) -> None:
         """Note that the optimizer stepped."""

@@ -188,7 +188,7 @@ class Session:
             if max(fractions) - min(fractions) > 1e-12:
                 raise InputError(
                     f"{len(pending)} batches were fetched before one backward pass, and rank {self.rank}'s parts of "
-                    f"them differ ({', '.join(f'{f:.4f}' for f in fractions[:4])}), so no weight is right for their "
+                    f"them differ ({min(fractions):.4f} to {max(fractions):.4f}), so no weight is right for their "
                     "sum; use drop_last=True, or fetch one batch per backward pass"
                 )
             self._backward = pending[-1]

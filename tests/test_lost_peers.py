@@ -98,3 +98,12 @@ def test_a_pulled_cable_ends_both_sides_with_the_other_s_number(script: Path, tm
     for rank in (0, 2):
         assert re.search(r"error: rank 1 on host1: silent for [5-8]\.\d s", results[rank].stderr), results[rank]
     assert re.search(r"error: rank 0 on host0: silent for [5-8]\.\d s", results[1].stderr), results[1]
+
+
+def test_ranks_that_make_different_calls_end_and_say_which(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.split("until =")[0] + 'nl.save("out", model) if nl.is_main() else nl.mean(1.0)\n')
+    results = run_processes(script, 2, env={"NEARLINEAR_DEADLINE": "20 s"}, timeout_s=120, grace_s=10)
+    told = "".join(result.stderr for result in results)
+    assert re.search(r"rank \d on \S+: .*, while rank \d on \S+: .*each waits for the other", told), told
+    assert all(result.exit_code for result in results)

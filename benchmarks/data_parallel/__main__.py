@@ -53,21 +53,26 @@ def main() -> None:
     wanted = ("models", "rivals", "placements", "blocks", "seconds", "patience", "seed")
     options = {key: getattr(args, key) for key in wanted}
     machine = _machine()
-    cells = []
+    args.out.mkdir(parents=True, exist_ok=True)
+    kept = args.out / "data_parallel.json"
+    record: dict[str, Any] = {"cells": [], "overhead": []}
+    if args.add and kept.exists():
+        record |= json.loads(kept.read_text())
+    record |= {"machine": machine, "options": options}
     for link in links:
         _say(f"{link}: {', '.join(args.models)} under {', '.join(args.rivals)}")
-        cells += [Cell(link, raw) for raw in _two_processes(link, options)]
-    overhead = []
+        fresh = [{"link": link, **raw} for raw in _two_processes(link, options)]
+        again = {(link, raw["model"]) for raw in fresh}
+        record["cells"] = [raw for raw in record["cells"] if (raw["link"], raw["model"]) not in again] + fresh
+        kept.write_text(json.dumps(record, indent=1))
     if args.overhead:
         _say("one process: what nl.distribute adds")
-        overhead = _one_process({**options, "core": _cores()[0]})
+        record["overhead"] = _one_process({**options, "core": _cores()[0]})
+        kept.write_text(json.dumps(record, indent=1))
     left_out = f"\n\n**Not measured**: every link but loopback ({reason})." if links != args.links else ""
-    text = f"{_caption(machine, options)}{left_out}\n\n{markdown(cells, overhead)}"
-    args.out.mkdir(parents=True, exist_ok=True)
+    cells = [Cell(raw["link"], raw) for raw in record["cells"]]
+    text = f"{_caption(machine, options)}{left_out}\n\n{markdown(cells, record['overhead'])}"
     (args.out / "data_parallel.md").write_text(text)
-    record = {"machine": machine, "options": options, "overhead": overhead}
-    record["cells"] = [{"link": cell.link, **cell.raw} for cell in cells]
-    (args.out / "data_parallel.json").write_text(json.dumps(record, indent=1))
     if args.markdown:
         print(text)
     else:
@@ -87,6 +92,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--patience", type=float, help="seconds per link to wait for other programs (60; quick: 10)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-overhead", dest="overhead", action="store_false", help="leave out the one-process loop")
+    parser.add_argument("--add", action="store_true", help="keep what an earlier run in --out has of other links")
     parser.add_argument("--markdown", action="store_true", help="print Markdown as it is")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for data_parallel.md and .json")
     args = parser.parse_args()

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import nearlinear as nl
 from nearlinear import events
-from nearlinear.errors import DriftError
+from nearlinear.errors import DriftError, InputError
 from nearlinear.torch import session
 from nearlinear.torch.distribute import _reducers
 
@@ -356,3 +356,18 @@ def what_is_not_the_same_is_said_once() -> None:
     end()
     assert sum("BatchNorm (1) normalises over each rank's share" in text for text in said) <= 1
     assert sum("dropout (2) draws other random numbers" in text for text in said) == 1, said
+
+
+@claim
+def a_batch_that_one_rank_skips_is_noticed_at_once() -> None:
+    model, optimizer, loader = distributed()
+    try:
+        for number, (x, y) in enumerate(loader):
+            if number == 1 and nl.rank() == 0:
+                continue
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        raise AssertionError("other batches were summed")
+    except InputError as error:
+        assert "rank 0 trains on batch 3 and rank 1 on batch 2" in str(error), error

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import nearlinear as nl
 from nearlinear.torch import session
@@ -247,3 +247,27 @@ def a_unit_that_is_none() -> None:
 @refusal("bucket_bytes is 0; it must be at least 1")
 def a_plan_out_of_range() -> None:
     nl.Plan(bucket_bytes=0)
+
+
+class Files(Dataset[torch.Tensor]):
+    def __init__(self, files: list[str]) -> None:
+        self.files = files
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(float(self.files[index][-1]))
+
+
+@refusal("holds other files on rank 1 than on rank 0, or in another order")
+def files_in_another_order() -> None:
+    files = [f"data/{n}" for n in range(8)]
+    nl.distribute(parts()[0], None, DataLoader(Files(files[:: -1 if nl.rank() else 1]), batch_size=4))
+
+
+@refusal("holds other datasets[0].tensors on rank 1 than on rank 0")
+def tensors_drawn_without_a_seed() -> None:
+    torch.manual_seed(nl.rank())
+    data = TensorDataset(torch.randn(8, 4), torch.zeros(8))
+    nl.distribute(parts()[0], None, DataLoader(ConcatDataset([data, data]), batch_size=4))

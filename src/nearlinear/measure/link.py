@@ -3,28 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from nearlinear.core.cluster import Link
 from nearlinear.errors import InputError
-from nearlinear.units import bandwidth, seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """A link as messages meet it: ``latency + bytes / bandwidth`` seconds each.
-
-    Args:
-        latency: Seconds.
-        bandwidth: Bytes per second.
-    """
-
-    latency: float
-    bandwidth: float
-
-    def __str__(self) -> str:
-        return f"{seconds(self.latency)}, {bandwidth(self.bandwidth)}"
 
 
 def fit_alpha_beta(sizes: Sequence[float], times: Sequence[float]) -> Link:
@@ -37,7 +20,8 @@ def fit_alpha_beta(sizes: Sequence[float], times: Sequence[float]) -> Link:
         times: Seconds per message, shape ``(messages,)``.
 
     Returns:
-        The link; a latency that would be negative is taken as the shortest time seen.
+        The link; a latency that would be negative is taken as the shortest time seen. Its spread is the root of the
+        mean square of the relative residuals.
 
     Raises:
         InputError: There are fewer than two different sizes.
@@ -50,10 +34,13 @@ def fit_alpha_beta(sizes: Sequence[float], times: Sequence[float]) -> Link:
     """
     if len(set(sizes)) < 2:
         raise InputError(f"a link needs messages of two sizes to be fitted, got {sorted(set(sizes))} bytes")
-    size, time = np.asarray(sizes, dtype=float), np.asarray(times, dtype=float)
-    weight = 1.0 / np.maximum(time, 1e-9)
-    matrix = np.stack([np.ones_like(size), size], axis=1) * weight[:, None]
-    (alpha, per_byte), *_ = np.linalg.lstsq(matrix, time * weight, rcond=None)
+    size, time = np.asarray(sizes, dtype=float), np.maximum(np.asarray(times, dtype=float), 1e-9)
+    matrix = np.stack([np.ones_like(size), size], axis=1) / time[:, None]
+    (alpha, per_byte), *_ = np.linalg.lstsq(matrix, np.ones_like(time), rcond=None)
     if alpha <= 0:
         alpha = float(time.min())
-    return Link(float(alpha), 1.0 / max(float(per_byte), 1e-12))
+        # What is left for the bytes, so that the large messages still take the time they took.
+        per_byte = float(np.dot(size / time, (time - alpha) / time) / np.dot(size / time, size / time))
+    per_byte = max(float(per_byte), 1e-12)
+    residuals = (alpha + per_byte * size) / time - 1.0
+    return Link(float(alpha), 1.0 / per_byte, float(np.sqrt(np.mean(residuals**2))))

@@ -31,6 +31,13 @@ def find_reasons(one: Record, many: Record, parting: Parting, tolerance: float) 
     certain = _from_sizes(one, many, parting) or _from_options(one, many, parting) or _from_sum(one, many, parting)
     if certain:
         return (certain,)
+    if many.compress is not None and parting.kind != "loss":
+        return (
+            Reason(
+                f"gradients are rounded to {many.compress} on the wire, as the script's Plan asks",
+                "the plan without compress for the check",
+            ),
+        )
     if parting.detail:
         return (
             Reason(
@@ -40,9 +47,10 @@ def find_reasons(one: Record, many: Record, parting: Parting, tolerance: float) 
         )
     if parting.kind == "parameter":
         return (_from_rounding(one, many, parting, tolerance) or _LOCAL_STEP,)
-    reasons = _from_layers(one, many, parting)
-    if not reasons:
-        reasons = [_from_losses(one, many, parting) if parting.kind == "loss" else _LOCAL_GRADIENT]
+    layers = _from_layers(one, many, parting)
+    if layers:
+        return tuple(layers)
+    reasons = [_from_losses(one, many, parting) if parting.kind == "loss" else _LOCAL_GRADIENT]
     if parting.error < 100 * tolerance and one.dtype != "float64":
         reasons.insert(0, Reason(f"rounding, for the computation is in {one.dtype}", "--float64, which tells it apart"))
     return tuple(reasons)

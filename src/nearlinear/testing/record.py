@@ -69,6 +69,7 @@ class Record:
         start: The parameters it began with.
         dtype: The narrowest type that was computed in: ``"float64"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         weight: What a share counted for: ``"samples"``, ``"function"`` or ``"sum"``.
+        compress: What gradients are rounded to on the wire, if to anything.
         batchnorm: Layers that normalised over a rank's own share.
         dropout: Layers that dropped at random.
         notices: What the session said.
@@ -80,6 +81,7 @@ class Record:
     start: Arrays = field(default_factory=dict)
     dtype: str = "float32"
     weight: str = "samples"
+    compress: str | None = None
     batchnorm: tuple[str, ...] = ()
     dropout: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
@@ -109,8 +111,9 @@ class Record:
             for number, step in enumerate(zero["steps"], start=1)
         )
         start = _Stored(folder / "start.npz", "parameter", plain) if zero["distributed"] else {}
-        texts = {name: tuple(zero[name]) for name in ("batchnorm", "dropout", "notices")}
-        return cls(steps, len(ranks), start, zero["dtype"], zero["weight"], distributed=zero["distributed"], **texts)
+        texts: dict[str, Any] = {name: tuple(zero[name]) for name in ("batchnorm", "dropout", "notices")}
+        kinds: dict[str, Any] = {name: zero[name] for name in ("dtype", "weight", "compress", "distributed")}
+        return cls(steps, len(ranks), start, **kinds, **texts)
 
 
 def _read_json(folder: Path, rank: int) -> dict[str, Any]:
@@ -190,6 +193,8 @@ class Recorder:
         self._streams: dict[str, int] = {}
         self._unseen = 0
         self._dtypes: set[str] = set()
+        self._autocast: set[str] = set()
+        self._compress: str | None = None
         self._layers: dict[str, dict[str, None]] = {"batchnorm": {}, "dropout": {}}
         self._notices: list[str] = []
         self._weight = "samples"
@@ -229,6 +234,7 @@ class Recorder:
 
     def _on_distributed(self, event: dict[str, Any]) -> None:
         self._models.append(event["model"])
+        self._compress = self._compress or event["compress"]
         self._streams = _streams()
         if _session().rank == 0:
             arrays = {
@@ -256,7 +262,7 @@ class Recorder:
     def _noting_type(self, enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def noting(autocast: Any) -> Any:
             if autocast._enabled:
-                self._dtypes.add(_name(autocast.fast_dtype))
+                self._autocast.add(_name(autocast.fast_dtype))
             return enter(autocast)
 
         return noting
@@ -319,13 +325,16 @@ class Recorder:
     def _write(self) -> None:
         session, world = _session(), world_from()
         rank, ranks = (world.rank, world.size) if session is None else (session.rank, session.size)
+        # Autocast leaves float64 as it is.
+        dtypes = self._dtypes if self._dtypes == {"float64"} else self._dtypes | self._autocast
         record = {
             "ranks": ranks,
             "steps": self._steps,
             "models": len(self._models),
             "distributed": bool(self._models),
-            "dtype": min(self._dtypes, key=lambda name: (_bits(name), name), default="float32"),
+            "dtype": min(dtypes, key=lambda name: (_bits(name), name), default="float32"),
             "weight": self._weight,
+            "compress": self._compress,
             "notices": self._notices,
             **{kind: list(names) for kind, names in self._layers.items()},
         }

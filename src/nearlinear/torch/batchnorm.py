@@ -42,6 +42,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
                 self.eps,
             )
         batch = (session.training_batch() if torch.is_grad_enabled() else None) or session.batch
+        if batch is not None and batch.samples == 1 and input.numel() == input.shape[1]:
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.shape}")
         filler = batch is not None and batch.filler
         output, mean, variance, count = _Normalise.apply(input, self.weight, self.bias, self.eps, filler)  # type: ignore[no-untyped-call]
         if self.training and self.running_mean is not None and self.running_var is not None:

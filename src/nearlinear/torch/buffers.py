@@ -46,16 +46,18 @@ class Buffers:
         self._flat: list[tuple[list[_Followed], torch.Tensor]] = []
         self._followed: dict[str, _Followed] = {}
         self._owners: dict[str, tuple[weakref.ref[nn.Module], str]] = {}
+        self._others: dict[str, tuple[weakref.ref[nn.Module], str]] = {}
         self._seen: dict[str, tuple[int, int]] = {}
         statistics = []
         for path, module in model.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
                 full = f"{path}.{name}" if path else name
-                if not buffer.is_floating_point() or isinstance(module, nn.SyncBatchNorm):
+                if isinstance(module, nn.SyncBatchNorm):
                     continue
-                self._owners[full] = (weakref.ref(module), name)
+                kind = self._owners if buffer.is_floating_point() else self._others
+                kind[full] = (weakref.ref(module), name)
                 self._seen[full] = (id(buffer), buffer._version)
-                if isinstance(module, _BatchNorm):
+                if isinstance(module, _BatchNorm) and full in self._owners:
                     statistics.append(full)
         for full in statistics:
             owner, name = self._owners[full]
@@ -69,6 +71,15 @@ class Buffers:
             if full not in self._followed and (id(buffer), buffer._version) != self._seen[full]:
                 names.append(full)
         return names
+
+    def own(self) -> dict[str, float]:
+        """Return a sum of each buffer that training has changed and that is not combined, being no real number."""
+        sums = {}
+        for full, (owner, name) in self._others.items():
+            buffer = getattr(owner(), name)
+            if (id(buffer), buffer._version) != self._seen[full]:
+                sums[full] = float(buffer.abs().sum() if buffer.is_complex() else buffer.double().sum())
+        return sums
 
     def follow(self, names: Iterable[str]) -> None:
         """Keep these buffers equal from now on; all ranks call it with the same names."""

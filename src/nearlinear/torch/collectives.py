@@ -11,15 +11,16 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from nearlinear import events
-from nearlinear.errors import NearlinearError, PeerLostError
+from nearlinear.errors import InputError, NearlinearError, PeerLostError
 from nearlinear.runtime.liveness import Liveness, Loss
+from nearlinear.runtime.membership import Progress
 from nearlinear.units import seconds
 
 _POLL = datetime.timedelta(seconds=1)
@@ -113,6 +114,7 @@ class Group:
             PeerLostError: A peer died, stalled or was cut off, or the deadline passed.
         """
         began, noticed = time.monotonic(), False
+        patience, before = min(_NOTICE_AFTER_S, self._deadline_s / 4), dict[int, Progress]()
         self._liveness.where(Group.step, what)
         while True:
             try:
@@ -133,11 +135,15 @@ class Group:
                     "NEARLINEAR_DEADLINE='1 h' waits longer",
                     rank,
                 ) from None
-            if waited > _NOTICE_AFTER_S and not noticed:
+            if waited > patience and not noticed:
                 noticed = True
+                before = self._liveness.progress()
                 message = f"waiting in {what} for {self._elsewhere(what)[1]}, up to {seconds(self._deadline_s)}"
                 events.publish("notice", message=message)
                 print(f"nearlinear: {message}", file=sys.stderr, flush=True)
+            if waited > 2 * patience and before:
+                self._require_one_exchange(before)
+                before = {}
 
     def _guard(self, begin: Callable[[], Any], what: str) -> Any:
         try:
@@ -147,6 +153,20 @@ class Group:
 
     def _explain(self, error: RuntimeError, what: str) -> NearlinearError:
         return explain(error, what, self._liveness, self._silence_s)
+
+    def _require_one_exchange(self, before: Mapping[int, Progress]) -> None:
+        """Raise if all ranks have stood since ``before``, each in an exchange, but not in the same one."""
+        now = self._liveness.progress()
+        places = {rank: (place.step, place.at) for rank, place in now.items()}
+        stood = places == {rank: (place.step, place.at) for rank, place in before.items()}
+        exchanges = {at for _, at in places.values()}
+        if not stood or len(places) < self.size or _OWN_CODE in exchanges or len(exchanges) == 1:
+            return
+        other = next(rank for rank, (_, at) in places.items() if at != places[0][1])
+        raise InputError(
+            f"{now[0]}, while {now[other]}: each waits for the other; every rank must make the same calls "
+            "(guard what prints and writes with nl.is_main(), never what all ranks take part in, such as nl.save)"
+        )
 
     def _elsewhere(self, what: str) -> tuple[int | None, str]:
         """Return the first rank that is not in this exchange, and a description of all such ranks."""

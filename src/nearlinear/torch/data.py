@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -24,12 +25,14 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
     Subset,
     SubsetRandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
 )
 
@@ -37,6 +40,8 @@ from nearlinear.core.shares import share
 from nearlinear.errors import InputError
 from nearlinear.torch.session import Batch, Passage, Session, Weight, derived_seed
 
+_PARTS = 64  # data sets that a data set consists of
+_GLANCE = 64  # values of a tensor that stand for all of them
 _KNOWN_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, BatchSampler)
 
 
@@ -91,7 +96,7 @@ def require_shareable(loader: Any, session: Session, number: int) -> None:
         length: int | None = len(loader.dataset)  # type: ignore[arg-type]
     except TypeError:
         length = None
-    mine = {"length": length, "split": _split_of(loader.dataset)}
+    mine = {"length": length, "split": _split_of(loader.dataset), "content": _content_of(loader.dataset)}
     everyones = session.all_gather_json(mine, "the lengths of the data sets")
     lengths = [other["length"] for other in everyones]
     for rank, other in enumerate(lengths):
@@ -105,6 +110,13 @@ def require_shareable(loader: Any, session: Session, number: int) -> None:
                 f"the data set of {what} is another part of the whole on rank {rank} than on rank 0; give "
                 "random_split a generator=torch.Generator().manual_seed(0), or seed before it"
             )
+        for name, digest in everyones[0]["content"].items():
+            if everyones[rank]["content"].get(name, digest) != digest:
+                raise InputError(
+                    f"the data set of {what} holds other {name} on rank {rank} than on rank 0, or in another order, so "
+                    "the ranks' shares would not make one batch; sort what is listed and seed what is drawn "
+                    "(torch.manual_seed, random.seed), the same on all ranks"
+                )
     if not getattr(loader, "in_order", True):
         raise InputError(f"{what} has in_order=False, so ranks would see batches in different orders; set it to True")
     if length is not None and not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None:
@@ -126,6 +138,38 @@ def _split_of(dataset: Any) -> list[int]:
         split.append(derived_seed(*dataset.indices))
         dataset = dataset.dataset
     return split
+
+
+def _content_of(dataset: Any, depth: int = 3) -> dict[str, int]:
+    """Return digests, by attribute, of the names of files and the tensors that a data set consists of.
+
+    Directories are listed in any order, and unseeded draws differ: then a sample's index says something else on each
+    rank. Only file names are compared, for data may lie in different folders on different machines.
+    """
+    found: dict[str, int] = {}
+    for name, value in (vars(dataset) if hasattr(dataset, "__dict__") else {}).items():
+        if isinstance(value, Dataset | list | tuple) and depth:
+            parts = [value] if isinstance(value, Dataset) else value
+            for number, part in enumerate(parts if len(parts) <= _PARTS else ()):
+                if isinstance(part, Dataset):
+                    found |= {f"{name}[{number}].{n}": d for n, d in _content_of(part, depth - 1).items()}
+        rows = value if isinstance(value, list | tuple) else ()
+        if isinstance(dataset, TensorDataset) and name == "tensors":
+            found[name] = derived_seed(*(_glance(tensor) for tensor in rows))
+        elif len(rows) > 1 and all(isinstance(_first(row), str | os.PathLike) for row in rows):
+            found[name] = derived_seed(*(os.fspath(_first(row)).rpartition("/")[2] for row in rows))
+    return found
+
+
+def _first(row: Any) -> Any:
+    """Return a file's name from a row of a list of files: the name alone, or the name with its label."""
+    return row[0] if isinstance(row, tuple) and row else row
+
+
+def _glance(tensor: torch.Tensor) -> str:
+    """Return some of a tensor's values as text."""
+    flat = tensor.detach().flatten()
+    return f"{tuple(tensor.shape)} {flat[:: max(1, len(flat) // _GLANCE)][:_GLANCE].tolist()}"
 
 
 def _seed_of(loader: DataLoader[Any]) -> int:

@@ -64,8 +64,9 @@ def distribute(
         if plan.compress:
             session.notice(f"{plan.compress} on the wire rounds gradients: the numbers are not those of one process")
     notes = _hook(named, model, optimizer, session, plan, number)
-    events.publish("distributed", rank=session.rank, world_size=session.size, model=model, notes=notes)
-    events.send_to_launcher("distributed", rank=session.rank, world_size=session.size)
+    facts = {"rank": session.rank, "world_size": session.size}
+    events.publish("distributed", **facts, model=model, notes=notes, compress=plan.compress)
+    events.send_to_launcher("distributed", **facts)
 
 
 def _plan(strategy: str | Plan) -> Plan:
@@ -275,6 +276,7 @@ class _Steps:
                 )
         require_same_batches(self._session, self._step)
         for reducer in self._reducers:
+            reducer.require_same_batch()
             parameters = list(zip(reducer.names, reducer.parameters, strict=True))
             require_equal([*parameters, *reducer.equal_buffers()], self._session, self._step)
             reducer.buffers_may_change()

@@ -6,7 +6,8 @@ import time
 
 import torch
 
-from nearlinear.measure.link import Link, fit_alpha_beta
+from nearlinear.core.cluster import Link
+from nearlinear.measure.link import fit_alpha_beta
 from nearlinear.torch.collectives import Group
 
 _WHAT = "measuring the link"

@@ -12,7 +12,9 @@ into its bucket as it becomes ready, and a full bucket is summed over the ranks 
 Buckets are sent in the same order on every rank, whatever became ready first, so that the ranks' messages match.
 A large gradient is not copied: it is its own bucket, weighted and summed where it lies.
 The last bucket ends with one flag per parameter: how many ranks have a gradient for it. Where none has, `p.grad` stays
-as it was, as in one process, so that weight decay and momentum leave an unused parameter alone.
+as it was, as in one process, so that weight decay and momentum leave an unused parameter alone. Behind the flags stand
+a few marks, one of which each rank sets, by the number of its batch: ranks that are at different batches set different
+ones.
 
 If the foretelling was wrong, nothing is: reading `p.grad` (clipping, a scaler, the optimizer, the script itself)
 combines first, and what a further backward pass adds to gradients that were combined already is combined by itself
@@ -31,9 +33,9 @@ import torch
 from torch import nn
 
 from nearlinear import events
+from nearlinear.core.cluster import Link
 from nearlinear.core.plan import Plan
 from nearlinear.errors import InputError, NearlinearError
-from nearlinear.measure.link import Link
 from nearlinear.planning.accumulation import Windows
 from nearlinear.planning.buckets import bucket_bytes, fill_buckets
 from nearlinear.torch import gradient as gradient_slot
@@ -43,6 +45,7 @@ from nearlinear.torch.collectives import Group, Pending
 from nearlinear.torch.session import Session
 
 IN_PLACE_BYTES = 256 * 1024
+_MARKS = 16  # ranks that are up to 15 batches apart set different marks
 
 
 @dataclass(slots=True)
@@ -121,6 +124,7 @@ class Reducer:
         self._fired_order: list[int] = []
         self._launched = 0
         self._mark: tuple[int, torch.Tensor | None, int] = (-1, None, 0)
+        self._apart: torch.Tensor | None = None  # most marks set at once, where looking at once would wait for a GPU
         embeddings = (nn.Embedding, nn.EmbeddingBag)
         sparse = {id(m.weight) for m in model.modules() if isinstance(m, embeddings) and m.sparse}
         self._is_sparse = [id(parameter) in sparse for parameter in self.parameters]
@@ -256,6 +260,7 @@ class Reducer:
         self._buffers.start(self.session.sample_fraction())
         for bucket in self._layout.buckets:
             self._wait(bucket.pending, "the exchange of gradients")
+        self._compare_batches()
         self._unpack()
         for index in self._layout.sparse:
             self._combine_sparse(index)
@@ -372,8 +377,8 @@ class Reducer:
             bucket.buffer = gradient.mul_(self._scale).view(-1)
             return
         if bucket.buffer is None:
-            flags = self._layout.flags if bucket is self._layout.buckets[-1] else 0
-            bucket.buffer = torch.empty(bucket.elements + flags, dtype=bucket.dtype, device=bucket.device)
+            tail = self._layout.flags + _MARKS if bucket is self._layout.buckets[-1] else 0
+            bucket.buffer = torch.empty(bucket.elements + tail, dtype=bucket.dtype, device=bucket.device)
         view = self._view(bucket, position)
         if gradient is None or not present:
             view.zero_()
@@ -390,8 +395,11 @@ class Reducer:
         assert bucket.buffer is not None
         if bucket is self._layout.buckets[-1]:
             present = self._present()
-            flags = bucket.buffer[bucket.elements :]
+            flags, marks = bucket.buffer[bucket.elements : -_MARKS], bucket.buffer[-_MARKS:]
             flags.fill_(1) if all(present) else flags.copy_(torch.tensor(present))
+            marks.zero_()
+            loader, batch = self.session.place or (0, 0)
+            marks[(5 * loader + batch) % _MARKS] = 1
         if self.group is not None:
             bucket.pending = self.group.start_all_reduce(bucket.buffer, "the exchange of gradients")
 
@@ -402,6 +410,32 @@ class Reducer:
         self.group.wait(pending, what)
         self.waited_s += time.perf_counter() - began
 
+    def _compare_batches(self) -> None:
+        if self.group is None or not self._layout.buckets:
+            return
+        last = self._layout.buckets[-1].buffer
+        assert last is not None
+        apart = last[-_MARKS:].count_nonzero()
+        self._apart = apart if self._apart is None else torch.maximum(self._apart, apart)
+        if apart.device.type == "cpu":
+            self.require_same_batch()
+
+    def require_same_batch(self) -> None:
+        """Check that no rank's gradients were summed with those of another batch.
+
+        Raises:
+            InputError: They were; some rank has skipped a batch.
+        """
+        if self._apart is None or int(self._apart) <= 1:
+            return
+        places = self.session.all_gather_json(self.session.place, "comparing the batches")
+        other = next(rank for rank, place in enumerate(places) if place != places[0])
+        (_, first), (loader, second) = (place or (0, 0) for place in (places[0], places[other]))
+        raise InputError(
+            f"rank 0 trains on batch {first} and rank {other} on batch {second} of loader {loader}: some ranks skipped "
+            "a batch that others did not; decide by what is the same on all ranks, nl.mean(loss) say"
+        )
+
     def _present(self) -> list[bool]:
         return [present for bucket in self._layout.buckets for present in bucket.present]
 
@@ -410,7 +444,7 @@ class Reducer:
         if not all(used):  # a rank that has every gradient need not look (on a GPU that would wait for it)
             last = self._layout.buckets[-1]
             assert last.buffer is not None
-            used = (last.buffer[last.elements :] > 0.5).tolist()
+            used = (last.buffer[last.elements : last.elements + self._layout.flags] > 0.5).tolist()
         verdicts = iter(used)
         for bucket in self._layout.buckets:
             for position, index in enumerate(bucket.parameters):
@@ -508,8 +542,17 @@ class Reducer:
 
     def buffers_may_change(self) -> None:
         """Agree on the buffers that have begun to change, so that they are kept equal from now on."""
-        for names in self.session.all_gather_json(self._buffers.changed(), "comparing the replicas"):
-            self._buffers.follow(names)
+        mine = {"changed": self._buffers.changed(), "own": self._buffers.own()}
+        everyones = self.session.all_gather_json(mine, "comparing the replicas")
+        for one in everyones:
+            self._buffers.follow(one["changed"])
+        own = everyones[0]["own"]
+        apart = [name for name in own if any(one["own"].get(name) != own[name] for one in everyones)]
+        if apart:
+            self.session.notice(
+                f"buffer {apart[0]} differs between the ranks, each of which counts its own share (it is no floating-"
+                "point buffer, so it is not averaged); add it up by nl.total where the model reads it"
+            )
 
 
 def _before_accumulation(reducer: weakref.ref[Reducer], index: int) -> Any:

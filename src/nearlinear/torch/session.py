@@ -87,8 +87,9 @@ class Session:
         self.passage: Passage | None = None  # the pass that the latest batch or end of data came from
         self.pass_over = False
         self._running: list[Passage] = []  # the passes that are being iterated, the innermost last
-        self._training: list[tuple[Passage, Batch]] = []  # fetched since the latest backward pass began
+        self._training: list[tuple[Passage, Batch, int]] = []  # fetched since the latest backward pass began
         self._backward: Batch | None = None
+        self.place: tuple[int, int] | None = None  # loader and number of the batch of the backward pass in hand
         self._ahead = False  # batches are fetched before the backward pass of the one before them
         self._said: set[str] = set()
 
@@ -136,11 +137,11 @@ class Session:
         self.batch, self.passage, self.pass_over = batch, passage, False
         passage.batches.append(batch)
         if torch.is_grad_enabled():
-            self._training.append((passage, batch))
+            self._training.append((passage, batch, len(passage.batches)))
 
     def began_pass(self, loader: int) -> Passage:
         """Note that a loader starts over: what an earlier pass handed out and nobody used is forgotten."""
-        self._training = [(passage, batch) for passage, batch in self._training if passage.loader != loader]
+        self._training = [fetched for fetched in self._training if fetched[0].loader != loader]
         self._running.append(Passage(loader))
         return self._running[-1]
 
@@ -149,6 +150,12 @@ class Session:
         if not passage.over:
             self._running.remove(passage)
         self.passage, self.pass_over, passage.over = passage, True, True
+        if self.size > 1 and self.place is None and passage.batches and torch.is_grad_enabled():
+            self.notice(
+                f"a pass over loader {passage.loader} ended without loss.backward(); gradients taken by "
+                "torch.autograd.grad are those of this rank's share (put them into p.grad and step an optimizer); an "
+                "evaluation belongs under torch.no_grad()"
+            )
 
     def left_pass(self, passage: Passage) -> None:
         """Note that nobody iterates any more: after an evaluation broken off, the batch around it is in hand again."""
@@ -179,9 +186,11 @@ class Session:
         """
         if self._training:
             # A pass that ended while another goes on was an evaluation within it.
-            running = [(passage, batch) for passage, batch in self._training if not passage.over]
-            pending, self._training = [batch for _, batch in running or self._training], []
-            if self._backward is None and len({id(passage) for passage, _ in running}) < len(running):
+            running = [fetched for fetched in self._training if not fetched[0].over]
+            last, _, number = (running or self._training)[-1]
+            self.place = (last.loader, number)
+            pending, self._training = [batch for _, batch, _ in running or self._training], []
+            if self._backward is None and len({id(passage) for passage, _, _ in running}) < len(running):
                 self._ahead = True
             among = [*pending, self._backward] if self._ahead and self._backward else pending
             fractions = [self.fraction(batch) for batch in among]
@@ -210,7 +219,7 @@ class Session:
 
     def training_batch(self) -> Batch | None:
         """Return the batch that a loss which can still be differentiated is of."""
-        running = [batch for passage, batch in self._training if not passage.over]
+        running = [batch for passage, batch, _ in self._training if not passage.over]
         return running[-1] if running else self._backward
 
     def mean_fraction(self, *, training: bool) -> float:

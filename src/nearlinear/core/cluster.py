@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -97,6 +98,9 @@ class Crowd:
             raise InputError(f"not a crowd: {self.busy} busy devices at {self.compute} and {self.memory} of a speed")
 
 
+FEW = 65536.0  # bytes of which the exchange is all waiting, but over the slowest links
+
+
 @dataclass(frozen=True, slots=True)
 class Exchange:
     """A collective operation as it was measured among the first devices of a cluster.
@@ -108,6 +112,8 @@ class Exchange:
         link: The fit: seconds of an operation on no bytes, and bytes of a buffer that get through per second.
         processor: The same for the processor time on each rank, which a CPU does not have for computing.
         points: What was fitted: bytes of a buffer and seconds, ascending.
+        beside: The operation while the ranks compute: bytes of a buffer, how many times as long it takes, and the
+            share of the computing that goes on meanwhile, ascending. Of a CPU, which does both.
     """
 
     kind: str
@@ -116,6 +122,7 @@ class Exchange:
     link: Link
     processor: Link | None = None
     points: tuple[tuple[float, float], ...] = ()
+    beside: tuple[tuple[float, float, float], ...] = ()
 
     def time(self, message_bytes: float) -> float:
         """Return the seconds that the operation takes on a buffer.
@@ -128,20 +135,55 @@ class Exchange:
                 return short + (long - short) * (message_bytes - low) / (high - low)
         if self.points and message_bytes > self.points[-1][0]:
             last, long = self.points[-1]
-            base, short = next(each for each in self.points[::-1] if each[0] <= last / 4 or each == self.points[0])
-            return long + (message_bytes - last) * (max(0.0, long - short) / (last - base) if base < last else 0.0)
+            return long + (message_bytes - last) * self._per_byte()
         return self.link.time(message_bytes)
+
+    def split(self, message_bytes: float) -> tuple[float, float]:
+        """Return the seconds in which ranks wait for each other, and those in which bytes travel.
+
+        Operations at once wait together, and share the link for their bytes. The bandwidth is that between the largest
+        sizes measured; the waiting is what an operation takes beyond its bytes, at most what one on ``FEW`` bytes does:
+        the rest of a large one is the bytes of a link that falls short of its bandwidth.
+        """
+        whole, per_byte = self.time(message_bytes), self._per_byte()
+        most = max(0.0, self.time(FEW) - FEW * per_byte)
+        waiting = min(max(0.0, whole - message_bytes * per_byte), most)
+        return waiting, whole - waiting
+
+    def _per_byte(self) -> float:
+        """Return the seconds that one more byte of a large buffer takes."""
+        if len(self.points) < 2:
+            return 1.0 / self.link.bandwidth
+        last, long = self.points[-1]
+        base, short = next(each for each in self.points[::-1] if each[0] <= last / 4 or each == self.points[0])
+        return max(0.0, long - short) / (last - base)
 
     def processor_time(self, message_bytes: float) -> float:
         """Return the seconds of processor time that the operation takes on each rank."""
         return 0.0 if self.processor is None else self.processor.time(message_bytes)
 
+    def beside_computing(self, message_bytes: float) -> tuple[float, float]:
+        """Return how many times as long it takes while the ranks compute, and the share of computing that goes on."""
+        if not self.beside:
+            return 1.0, 1.0
+        sizes, longer, left = zip(*self.beside, strict=True)
+        return _between(message_bytes, sizes, longer), _between(message_bytes, sizes, left)
+
+
+def _between(at: float, places: Sequence[float], values: Sequence[float]) -> float:
+    """Return the value at a place, along lines over the logarithm of the place; the first and last value beyond."""
+    for (low, one), (high, other) in itertools.pairwise(zip(places, values, strict=True)):
+        if low <= at <= high:
+            return one + (other - one) * math.log(at / low) / math.log(high / low)
+    return values[0] if at < places[0] else values[-1]
+
 
 def _exchange(raw: Mapping[str, Any]) -> Exchange:
     processor = raw.get("processor")
     points = tuple((size, time) for size, time in raw.get("points", ()))
-    made = {"link": Link(**raw["link"]), "processor": Link(**processor) if processor else None, "points": points}
-    return Exchange(**{**raw, **made})
+    beside = tuple((size, longer, left) for size, longer, left in raw.get("beside", ()))
+    fit, used = Link(**raw["link"]), Link(**processor) if processor else None
+    return Exchange(raw["kind"], raw["algorithm"], raw["ranks"], fit, used, points, beside)
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,15 @@ import itertools
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 TESTS = Path(__file__).parent
+
+# Runs leave records and probes leave cluster files; not among the user's own.
+for _folder in ("XDG_STATE_HOME", "XDG_CACHE_HOME"):
+    os.environ[_folder] = tempfile.mkdtemp(prefix="nearlinear-tests-")
 
 
 def run(n: int, script: Path, *arguments: str, timeout_s: float = 280, **env: str) -> subprocess.CompletedProcess[str]:

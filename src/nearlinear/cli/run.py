@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
+from nearlinear.core.forecast import Point
 from nearlinear.core.plan import STRATEGIES
 from nearlinear.errors import InputError
 from nearlinear.launch.elastic import run_elastic
 from nearlinear.launch.lines import Printer
 from nearlinear.launch.local import run_local
 from nearlinear.launch.outcome import Outcome
+from nearlinear.observe import kept
 from nearlinear.observe.live import Live
+from nearlinear.observe.record import Recorder, comparable
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -32,6 +37,11 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--nnodes", type=_positive, metavar="M", help="number of machines; run the command on each")
     parser.add_argument("--rdzv", metavar="HOST:PORT", help="where the machines meet; HOST is one of them")
     parser.add_argument("--node-rank", type=int, metavar="R", help="this machine's number, 0 to M-1; 0 is HOST")
+    parser.add_argument(
+        "--record",
+        metavar="FILE|none",
+        help="the run's record for `nearlinear report` (default: kept among the last 50)",
+    )
     # One argument for both: argparse would take a -- away from between them.
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="script.py [args ...]", help="passed on as it is")
     parser.set_defaults(call=run)
@@ -46,12 +56,13 @@ def run(options: argparse.Namespace) -> int:
     script: list[str] = options.script[1:] if options.script[:1] == ["--"] else options.script
     _check_machines(options)
     _check_script(script)
+    _check_record(options)
     env = {} if options.strategy is None else {"NEARLINEAR_STRATEGY": options.strategy}
     if options.nnodes is not None:
         run_elastic(script, options.n or 1, options.nnodes, options.rdzv, options.node_rank, env)
-    if options.n in (None, 1):
+    if options.n in (None, 1) and options.record in (None, "none"):
         _run_plain(script, env)
-    return _run_here(script, options.n, options.port, env)
+    return _run_here(script, options.n or 1, options, env)
 
 
 def _run_plain(script: list[str], env: dict[str, str]) -> NoReturn:
@@ -60,31 +71,66 @@ def _run_plain(script: list[str], env: dict[str, str]) -> NoReturn:
     os.execve(sys.executable, [sys.executable, *script], {**os.environ, **env})
 
 
-def _run_here(script: list[str], n: int, port: int | None, env: dict[str, str]) -> int:
+def _run_here(script: list[str], n: int, options: argparse.Namespace, env: dict[str, str]) -> int:
     live, printer, distributed = Live(sys.stderr), Printer(), False
+    plan = kept.planned(script)
+    expected = comparable(plan, n, options.strategy)
+    if expected is not None:
+        _say(f"forecast: {_forecast(expected)}")
+    with contextlib.ExitStack() as stack:
+        record = None
+        if options.record != "none":
+            path = None if options.record is None else Path(options.record)
+            record = stack.enter_context(Recorder(path, script, n, options.strategy, plan, _say))
 
-    def on_line(rank: int, stream: str, line: bytes) -> None:
+        def on_line(rank: int, stream: str, line: bytes) -> None:
+            live.clear()
+            printer(rank, stream, line)
+            if record is not None and stream == "stderr" and line.startswith(_NOTICE):
+                record.notice(line[len(_NOTICE) :].decode(errors="replace"))
+
+        def on_event(event: dict[str, Any]) -> None:
+            nonlocal distributed
+            distributed = distributed or event.get("kind") == "distributed"
+            if expected is not None and event.get("kind") == "step":
+                event.setdefault("predicted_samples_per_s", expected.rate)
+            live.event(event)
+            if record is not None:
+                record.event(event)
+
+        command = [sys.executable, *script]
+        outcome = run_local(command, n, env=env, port=options.port, on_line=on_line, on_event=on_event)
         live.clear()
-        printer(rank, stream, line)
-
-    def on_event(event: dict[str, Any]) -> None:
-        nonlocal distributed
-        distributed = distributed or event.get("kind") == "distributed"
-        live.event(event)
-
-    outcome = run_local([sys.executable, *script], n, env=env, port=port, on_line=on_line, on_event=on_event)
-    live.clear()
-    for line in live.summary().splitlines():
-        print(f"nearlinear: {line}", file=sys.stderr)
-    if outcome.failure is None and not distributed:
-        raise InputError(
-            f"{Path(script[0]).name} never called nl.distribute, so {n} processes each trained alone; "
-            "add the two lines: import nearlinear as nl / model, optimizer, loader = "
-            "nl.distribute(model, optimizer, loader)"
-        )
-    if outcome.message is not None and not _explained(outcome, printer):
-        print(f"nearlinear: error: {outcome.message}", file=sys.stderr)
+        summary = live.summary().splitlines()
+        for line in summary:
+            _say(line)
+        if outcome.failure is None and not distributed:
+            alone = "the process trained" if n == 1 else f"{n} processes each trained"
+            raise InputError(
+                f"{Path(script[0]).name} never called nl.distribute, so {alone} alone; "
+                "add the two lines: import nearlinear as nl / model, optimizer, loader = "
+                "nl.distribute(model, optimizer, loader)"
+            )
+        if outcome.message is not None and not _explained(outcome, printer):
+            _say(f"error: {outcome.message}")
+        if record is not None:
+            record.end(outcome.exit_code, outcome.message)
+            if summary and record.path is not None:
+                _say(f"hint: nearlinear report {shlex.quote(str(record.path))}")
     return outcome.exit_code
+
+
+_NOTICE = b"nearlinear: "
+
+
+def _say(line: str) -> None:
+    print(f"nearlinear: {line}", file=sys.stderr)
+
+
+def _forecast(point: Point) -> str:
+    """Return what is expected of the run, with its band."""
+    low, rate, high = (f"{point.samples / each:,.4g}" for each in (point.high, point.seconds, point.low))
+    return f"{rate} samples/s ({low} to {high}), {100 * point.exposed / point.seconds:.0f} % of the time communicating"
 
 
 def _explained(outcome: Outcome, printer: Printer) -> bool:
@@ -102,6 +148,11 @@ def _check_machines(options: argparse.Namespace) -> None:
         raise InputError("--rdzv and --node-rank are for several machines; add --nnodes M")
     if options.node_rank is not None and not 0 <= options.node_rank < options.nnodes:
         raise InputError(f"--node-rank is {options.node_rank}; the last of {options.nnodes} is {options.nnodes - 1}")
+
+
+def _check_record(options: argparse.Namespace) -> None:
+    if options.record not in (None, "none") and options.nnodes is not None:
+        raise InputError("--record is for one machine; over several, torch's elastic agent starts the processes")
 
 
 def _check_script(script: list[str]) -> None:

@@ -65,7 +65,7 @@ def distribute(
             session.notice(f"{plan.compress} on the wire rounds gradients: the numbers are not those of one process")
     notes = _hook(named, model, optimizer, session, plan, number)
     facts = {"rank": session.rank, "world_size": session.size}
-    events.publish("distributed", **facts, model=model, notes=notes, compress=plan.compress)
+    events.publish("distributed", **facts, model=model, optimizer=optimizer, notes=notes, compress=plan.compress)
     events.send_to_launcher("distributed", **facts)
 
 

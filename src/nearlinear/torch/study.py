@@ -1,0 +1,224 @@
+"""Turning a script's first steps into a graph with measured times.
+
+At the first batch that the model sees in training it is captured and profiled. Then the script goes on for some steps:
+their time says what the loop adds to the model (data, loss, metrics), and their gradients how noisy a batch is. Then
+it is ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import statistics
+import time
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from nearlinear import events
+from nearlinear.core.graph import Graph, Operator
+from nearlinear.errors import InputError
+from nearlinear.torch.capture import Captured, capture
+from nearlinear.torch.profile import Profile, profile
+from nearlinear.torch.session import current
+
+STEPS = 16  # optimizer steps that are watched at most
+ENOUGH = 8  # that say how noisy a batch is; watched while they take no more than PATIENCE times what they may
+LEAST = 4  # watched in any case, if the script takes so many
+PATIENCE = 5
+NOISE_PARAMETERS = 200_000_000  # of larger models the sum of the gradients is not kept
+LOOP = "the loop (data, loss, metrics)"
+
+
+class Enough(BaseException):
+    """Ends the script; no ``except Exception`` of its own catches it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """What a script's first steps show.
+
+    Args:
+        graph: The model's, with the times of one call's samples, and the rest of the loop as its last operator.
+        rung: How it was captured.
+        notes: What a person should know of the capture.
+        tied: Names of operators that share a parameter, per parameter.
+        batch: Samples per optimizer step.
+        calls: Calls of the model per optimizer step (gradient accumulation).
+        steps: Seconds of each whole step that was watched.
+        spread: Relative spread of a step's time, one sigma.
+        dtype: What it computes in.
+        optimizer: Its class.
+        norms: Squared norm of the gradient of every step watched; empty where none was kept.
+        mean_norm: Squared norm of their mean.
+    """
+
+    graph: Graph
+    rung: str
+    notes: tuple[str, ...]
+    tied: tuple[tuple[str, ...], ...]
+    batch: int
+    calls: int
+    steps: tuple[float, ...]
+    spread: float
+    dtype: str
+    optimizer: str
+    norms: tuple[float, ...] = ()
+    mean_norm: float = 0.0
+
+    def to_json(self) -> str:
+        """Return it as a JSON object."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return json.dumps({**fields, "graph": json.loads(self.graph.to_json())})
+
+    @classmethod
+    def from_json(cls, text: str) -> Study:
+        """Return what ``to_json`` wrote."""
+        raw = json.loads(text)
+        raw["graph"] = Graph.from_json(json.dumps(raw["graph"]))
+        for name in ("notes", "steps", "norms"):
+            raw[name] = tuple(raw[name])
+        raw["tied"] = tuple(map(tuple, raw["tied"]))
+        return cls(**raw)
+
+
+class Watch:
+    """What happens at the model's calls and the optimizer's steps, while it is entered.
+
+    Args:
+        budget_s: Seconds that the timing of the parts may take, and that of the script's steps.
+    """
+
+    def __init__(self, budget_s: float) -> None:
+        self._undo = contextlib.ExitStack()
+        self._budget_s = budget_s
+        self._model: nn.Module | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._captured: Captured | None = None
+        self._profile: Profile | None = None
+        self._samples = self._calls = 0
+        self._calls_per_step: list[int] = []
+        self._marks: list[float] = []
+        self._norms: list[float] = []
+        self._sum: list[torch.Tensor] | None = None
+        self._busy = False
+
+    def __enter__(self) -> Watch:
+        self._undo.callback(events.subscribe("distributed", self._on_distributed))
+        self._undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        self._undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool:
+        self._undo.close()
+        return kind is not None and issubclass(kind, Enough)
+
+    def study(self) -> Study:
+        """Return what was seen.
+
+        Raises:
+            InputError: The script never called ``distribute``, or never trained its model.
+        """
+        if self._model is None:
+            raise InputError(
+                "the script ended without calling nl.distribute; add the two lines: import nearlinear as nl / "
+                "model, optimizer, loader = nl.distribute(model, optimizer, loader)"
+            )
+        if self._captured is None or self._profile is None:
+            raise InputError("the script ended without calling its model in training mode; there is nothing to plan")
+        steps = [after - before for before, after in zip(self._marks, self._marks[1:], strict=False)]
+        calls = max(self._calls_per_step, default=1) or 1
+        graph = self._profile.graph
+        if steps:
+            graph = _with_loop(graph, statistics.median(steps) / calls - self._profile.step)
+        mean_norm = 0.0
+        if self._sum is not None and self._norms:
+            mean_norm = sum(float(each.double().square().sum()) for each in self._sum) / len(self._norms) ** 2
+        parameters = list(self._model.parameters())
+        return Study(
+            graph=graph,
+            rung=self._captured.rung,
+            notes=self._captured.notes,
+            tied=self._captured.tied,
+            batch=(self._samples or graph.samples) * calls,
+            calls=calls,
+            steps=tuple(steps),
+            spread=_spread(steps) if len(steps) >= LEAST else self._profile.spread,
+            dtype=str(parameters[0].dtype)[6:],
+            optimizer=type(self._optimizer).__name__ if self._optimizer is not None else "",
+            norms=tuple(self._norms),
+            mean_norm=mean_norm,
+        )
+
+    # ---- hooks
+
+    def _on_distributed(self, event: dict[str, Any]) -> None:
+        if self._model is None:  # of several models the first is planned
+            model: nn.Module = event["model"]
+            self._model, self._optimizer = model, event["optimizer"]
+            model.register_forward_pre_hook(self._before_call, with_kwargs=True)
+
+    def _before_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._busy or not model.training or not torch.is_grad_enabled():
+            return
+        self._calls += 1
+        if self._captured is not None:
+            return
+        self._busy = True
+        session = current()
+        self._samples = session.batch.samples if session is not None and session.batch is not None else 0
+        _say("capturing the model")
+        self._captured = capture(model, args, kwargs)
+        _say(f"captured by {self._captured.rung}; timing its parts")
+        self._profile = profile(
+            model, args, kwargs, optimizer=self._optimizer, captured=self._captured, budget=self._budget_s
+        )
+        _say("timing the script's own steps")
+        self._busy = False
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._busy or optimizer is not self._optimizer or self._captured is None:
+            return
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if any(each.is_sparse for each in gradients) or sum(each.numel() for each in gradients) > NOISE_PARAMETERS:
+            return
+        if self._sum is not None and [each.shape for each in self._sum] != [each.shape for each in gradients]:
+            return
+        self._norms.append(sum(float(each.detach().double().square().sum()) for each in gradients))
+        if self._sum is None:
+            self._sum = [each.detach().clone() for each in gradients]
+        else:
+            torch._foreach_add_(self._sum, [each.detach() for each in gradients])
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._busy or self._captured is None or (self._optimizer is not None and optimizer is not self._optimizer):
+            return
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+        self._marks.append(time.perf_counter())
+        self._calls_per_step.append(self._calls)
+        self._calls = 0
+        watched = len(self._marks) - 1
+        late = self._marks[-1] - self._marks[0]
+        enough = late > self._budget_s if watched >= ENOUGH else watched >= LEAST and late > PATIENCE * self._budget_s
+        if watched >= STEPS or enough:
+            raise Enough
+
+
+def _with_loop(graph: Graph, rest: float) -> Graph:
+    """Return the graph with what a step takes beyond the model as an operator of its own; it mixes no batch."""
+    if rest <= 0:
+        return graph
+    return dataclasses.replace(graph, operators=(*graph.operators, Operator(LOOP, kind="loop", forward=rest)))
+
+
+def _spread(steps: list[float]) -> float:
+    middle = statistics.median(steps)
+    return 1.4826 * statistics.median(abs(each - middle) for each in steps) / middle
+
+
+def _say(what: str) -> None:
+    events.send_to_launcher("plan", what=what)

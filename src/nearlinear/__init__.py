@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from nearlinear.core.cluster import Cluster
+from nearlinear.core.forecast import Forecast
 from nearlinear.core.plan import Plan
 from nearlinear.errors import InputError, NearlinearError
 from nearlinear.runtime.environment import world_from
@@ -19,6 +21,8 @@ from nearlinear.runtime.environment import world_from
 __version__ = "0.1.0"
 
 __all__ = [
+    "Cluster",
+    "Forecast",
     "NearlinearError",
     "Plan",
     "distribute",

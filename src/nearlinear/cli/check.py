@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import shlex
 import sys
-from collections.abc import Callable, Iterator
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from nearlinear.cli.status import status
 from nearlinear.core.plan import STRATEGIES
 from nearlinear.errors import InputError
 from nearlinear.testing.equivalence import Comparison, RunError, equivalent
@@ -51,7 +50,7 @@ def check(options: argparse.Namespace) -> int:
     if not script:
         raise InputError("which script? write it like `nearlinear check -n 2 train.py`")
     try:
-        with _status() as say:
+        with status() as say:
             comparison = equivalent(
                 script[0],
                 script[1:],
@@ -73,17 +72,6 @@ def check(options: argparse.Namespace) -> int:
     sys.stdout.flush()
     print(f"hint: {_next_step(comparison, options, script)}", file=sys.stderr)
     return 0 if comparison.equal else 1
-
-
-@contextlib.contextmanager
-def _status() -> Iterator[Callable[[str], None]]:
-    """Say on a terminal what is being done; elsewhere, nothing."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda _: None
-        return
-    with console.status("") as status:
-        yield lambda what: status.update(what)
 
 
 def _table(comparison: Comparison) -> Table:

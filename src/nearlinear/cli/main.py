@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from nearlinear.cli import check, demo, run
 from nearlinear.errors import InputError, NearlinearError
+
+COMMANDS = {
+    "run": "run",
+    "check": "check",
+    "plan": "plan_script",
+    "probe": "probe",
+    "report": "report",
+    "demo": "demo",
+}  # the command and its module, in the order of the help
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (this process's own by default) and return the exit code."""
     try:
-        options = _parser().parse_args(argv)
+        options = _parser(sys.argv[1:] if argv is None else argv).parse_args(argv)
         code: int = options.call(options)
     except NearlinearError as error:
         print(f"nearlinear: error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -40,10 +49,11 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = _Parser(prog="nearlinear", description="Train one script on one process or many.", allow_abbrev=False)
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands: argparse._SubParsersAction[Any] = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (run, check, demo):
-        command.register(commands)
+    asked = [name for name in COMMANDS if name in argv[:1]]
+    for name in asked or COMMANDS:  # only what is asked for is imported: NumPy and the like take their time
+        importlib.import_module(f"nearlinear.cli.{COMMANDS[name]}").register(commands)
     return parser

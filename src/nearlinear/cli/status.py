@@ -1,0 +1,19 @@
+"""Saying on a terminal what is being done, in one line that changes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+
+
+@contextlib.contextmanager
+def status() -> Iterator[Callable[[str], None]]:
+    """Give a function that says what is being done: on a terminal on stderr; elsewhere it says nothing."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status("") as line:
+        yield lambda what: line.update(what)

@@ -1,0 +1,140 @@
+"""`nearlinear plan script.py`: what a script's first steps and a cluster say of 1, 2, 4, ... devices."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nearlinear.core.cluster import Cluster, Device, Island, Link
+from nearlinear.core.forecast import Forecast
+from nearlinear.core.graph import Graph, Operator, Tensor
+from nearlinear.planning.choice import Planner
+from nearlinear.planning.strategies import predict
+from nearlinear.planning.timeline import timeline
+from nearlinear.planning.ways import Way, Work
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+import nearlinear as nl
+
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(640, 64), torch.randint(0, 10, (640,)))
+model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+optimizer = torch.optim.Adam(model.parameters())
+loader = DataLoader(data, batch_size=32, shuffle=True)
+if "forget" not in sys.argv:
+    model, optimizer, loader = nl.distribute(model, optimizer, loader)
+for epoch in range(2):
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        if "clip" in sys.argv:
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        if "fail" in sys.argv:
+            raise RuntimeError("the disk is full")
+        optimizer.step()
+print("trained")
+"""
+
+H100S = "16 x H100 80GB, NVLink within 8, 400 Gbit/s between"
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a function that runs the command on the script; the machine is measured once."""
+    folder = tmp_path_factory.mktemp("plan")
+    (folder / "train.py").write_text(SCRIPT)
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        import os
+
+        env = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "XDG_STATE_HOME": str(folder / "state")}
+        command = [sys.executable, "-m", "nearlinear", "plan", *words]
+        return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240, check=False)
+
+    return run
+
+
+def test_a_script_is_planned_for_this_machine(plan: Any) -> None:
+    done = plan("--json", "train.py")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    graph = Graph.from_json(json.dumps(found["graph"]))
+    forecast = Forecast.from_json(json.dumps(found["forecast"]))
+    assert found["batch"] == graph.samples == 32
+    assert graph.parameter_bytes == 4 * (64 * 512 + 512 + 512 * 512 + 512 + 512 * 10 + 10)
+    assert sum(operator.flop for operator in graph.operators) == pytest.approx(
+        2 * 32 * (64 * 512 + 512**2 + 5120), rel=0.01
+    )
+    assert [point.devices for point in forecast.points] == [1, 2]
+    assert forecast.points[0].seconds == pytest.approx(
+        graph.time + sum(each.update for each in graph.operators), rel=0.1
+    )
+    assert {point.way for point in forecast.points} <= {"alone", "data"}, (
+        "only what this version can run is forecast here"
+    )
+    assert "trained" not in done.stdout + done.stderr
+
+
+def test_a_described_cluster_needs_none_of_its_machines(plan: Any) -> None:
+    done = plan("--cluster", H100S, "--html", "page.html", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert "16 x H100 80GB" in done.stdout and "stop at" in done.stdout
+    assert Path(done.args[0]).exists()
+    assert "page.html" in done.stderr
+
+
+def test_clipped_gradients_do_not_say_how_noisy_a_batch_is(plan: Any) -> None:
+    done = plan("--cluster", H100S, "train.py", "clip")
+    assert "the gradients are clipped" in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "which script? write it like `nearlinear plan train.py`"),
+        (["absent.py"], "there is no script 'absent.py'"),
+        (["--cluster", "64 x H1000", "train.py"], "H1000"),
+        (["--cluster", H100S, "-n", "17", "train.py"], "-n is 17; the cluster has 16 devices"),
+        (["--share", "0", "train.py"], "--share is 0"),
+        (["train.py", "forget"], "without calling nl.distribute"),
+        (["train.py", "fail"], "failed in its first steps"),
+        (["--graph", "train.py", "train.py"], "give one of them"),
+    ],
+)
+def test_bad_input_gets_one_line(plan: Any, words: list[str], said: str) -> None:
+    done = plan(*words)
+    last = done.stderr.strip().splitlines()[-1]
+    assert said in last and last.startswith("nearlinear: error: "), done.stderr
+    assert done.returncode == (1 if words[-1:] == ["fail"] else 2)
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("bandwidth", [1e8, 1e9, 1e11])
+def test_the_timeline_of_a_plan_takes_as_long_as_the_plan_says(bandwidth: float) -> None:
+    layers = tuple(
+        Operator(f"layer {n}", forward=0.01, backward=0.02, parameter_bytes=4e6, state_bytes=16e6, activation_bytes=1e6)
+        for n in range(8)
+    )
+    graph = Graph(layers, tuple(Tensor(n, (n + 1,), 1e5) for n in range(7)), samples=8)
+    device, link = Device("cpu", 1e12, {"float32": 1e12}, 1e11), Link(1e-4, bandwidth)
+    cluster = Cluster((device,) * 4, tuple(Island((n,), link) for n in range(4)), link)
+    work = Work(graph, batch=32, algorithms=("ring",))
+    for candidate in Planner(work, cluster).rank(4):
+        step = timeline(candidate.way, work, cluster)
+        if step is not None:
+            assert step.seconds == pytest.approx(candidate.seconds, rel=0.25), candidate.way
+    assert timeline(Way("sharded", 4), work, cluster) is None
+    assert predict(Way("data", 4), work, cluster).seconds == pytest.approx(
+        timeline(Way("data", 4), work, cluster).seconds,
+        rel=0.1,  # type: ignore[union-attr]
+    )

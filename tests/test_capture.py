@@ -95,6 +95,27 @@ def test_every_operator_knows_its_nodes_in_the_program_and_the_parameters_it_own
     assert captured.outputs == ((len(captured.graph.operators) - 1, 4 * 5 * 4),)
 
 
+@pytest.mark.parametrize("which", ["chain", "normed", "experts", "lstm"])
+def test_no_edge_of_the_program_is_missing_in_the_graph(which: str) -> None:
+    model, batch = {
+        "chain": (Chain(), (torch.randn(4, 8),)),
+        "normed": (Normed(), (torch.randn(4, 3, 8, 8), torch.randint(5, (4,)))),
+        "experts": (Experts(dense=True), (torch.randn(6, 8),)),
+        "lstm": (nn.LSTM(6, 10, batch_first=True), (torch.randn(3, 5, 6),)),
+    }[which]
+    captured = capture(model, batch)
+    assert captured.program is not None
+    edges = {(tensor.producer, consumer) for tensor in captured.graph.tensors for consumer in tensor.consumers}
+    free = {n for n, each in enumerate(captured.graph.operators) if each.name in captured.anywhere}
+    step = {name: number for number, names in enumerate(captured.nodes) for name in names}
+    made: dict[Any, set[int]] = {}  # by node: the operators whose results it holds, through views
+    for node in captured.program.graph.nodes:
+        read = {source for each in node.all_input_nodes for source in made[each]}
+        here = step.get(node.name)
+        made[node] = read if here is None else {here}
+        assert here is None or {(source, here) for source in read - free - {here}} <= edges, node
+
+
 def test_the_flop_of_a_convolution_are_those_counted_by_hand() -> None:
     model = nn.Conv2d(3, 6, 5, padding=2, bias=False)
     (only,) = capture(model, (torch.randn(2, 3, 10, 12),)).graph.operators

@@ -271,6 +271,13 @@ def test_a_search_that_is_cut_short_returns_a_valid_plan() -> None:
     check(graph, plan, [1.0] * 6, 10.0)
 
 
+def test_more_devices_than_operators_are_left_unused() -> None:
+    graph = layered(2, 2, seed=0)
+    plan = partition(graph, 100_000, 1e9)
+    assert len(plan.loads) == len(plan.memory) == 100_000
+    assert plan.objective == pytest.approx(partition(graph, 4, 1e9).objective)
+
+
 def test_slow_links_leave_devices_unused() -> None:
     operators = tuple(Operator(f"op{n}", forward=1.0) for n in range(16))
     graph = Graph(operators, tuple(Tensor(n, (n + 1,), 1e6) for n in range(15)))

@@ -1,4 +1,4 @@
-"""The published graphs in ../shared/workloads: each plan valid by their own evaluator, and as good as the best known."""
+"""The published graphs in ../shared/workloads: plans valid by their own evaluator, as good as the best known."""
 
 from __future__ import annotations
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nearlinear.cli.plan import add_graph_options, plan_graph
+from nearlinear.cli.plan import add_graph_options, plan_graph, watch
 from nearlinear.errors import InputError
 from nearlinear.planning.partition import InfeasibleError
 
@@ -70,7 +72,7 @@ def test_what_does_not_fit_names_the_least_memory_that_would_do(
 ) -> None:
     file = chain(tmp_path / "chain.json")
     arguments = ("--graph", file, "--devices", "2", "--bandwidth", "1e9", "--memory", "150 B")
-    with pytest.raises(InfeasibleError, match=r"at least 200 B each") as caught:
+    with pytest.raises(InfeasibleError, match=r"at least 200 B \(200 bytes\) each") as caught:
         run(*arguments)
     assert caught.value.exit_code == 3
     assert run(*arguments, "--json") == 3
@@ -109,6 +111,22 @@ def test_a_file_that_is_no_graph_is_refused(tmp_path: Path, text: str, words: st
     file.write_text(text)
     with pytest.raises(InputError, match=words):
         run("--graph", file, "--devices", "2", "--bandwidth", "1e9")
+
+
+def test_ctrl_c_ends_the_search_with_its_best_plan_and_a_second_one_leaves_at_once() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with watch(time.monotonic(), 60.0) as (stop, _):
+        assert not stop()
+        signal.raise_signal(signal.SIGINT)
+        assert stop()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_search_ends_when_its_budget_is_spent() -> None:
+    with watch(time.monotonic() - 61.0, 60.0) as (stop, _):
+        assert stop()
 
 
 def test_an_edge_to_nowhere_a_circle_and_a_missing_file_are_refused(tmp_path: Path) -> None:

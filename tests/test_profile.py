@@ -217,9 +217,17 @@ def test_a_roofline_is_bound_by_flop_or_by_bytes() -> None:
 def test_a_frozen_layer_has_no_update_and_half_the_backward() -> None:
     frozen = Operator("frozen", flop=7e12, parameter_bytes=1e9, state_bytes=1e9)
     trained = Operator("trained", flop=7e12, parameter_bytes=1e9, state_bytes=4e9)
-    one, two = roofline(Graph((frozen, trained)), GPU).operators
+    one, two = roofline(Graph((frozen, trained)), GPU, efficiency=0.7).operators
     assert one.update == 0 and two.update == pytest.approx(7e9 / 0.7e12)
     assert one.backward == one.forward and two.backward == 2 * two.forward
+
+
+def test_what_multiplies_nothing_takes_as_long_backward_as_forward_and_nothing_where_the_graph_only_infers() -> None:
+    graph = Graph((Operator("gelu", moved_bytes=1e9),))
+    (only,) = roofline(graph, GPU).operators
+    assert only.backward == only.forward > 0
+    (only,) = roofline(Graph(graph.operators, training=False), GPU).operators
+    assert only.backward == 0 < only.forward
 
 
 def test_a_dtype_whose_speed_is_unknown_is_refused() -> None:

@@ -314,7 +314,7 @@ def measure_role(options: dict[str, Any]) -> None:
                     taken, _ = _block(step, 2, size, options["cores"])
                 steps[training.name] = max(1, min(200, round(options["seconds"] / taken)))
         # Where a step takes seconds, every block is one, and noise of milliseconds does not count.
-        slow = max(steps.values()) == 1 and taken > 1.0
+        slow = max(steps.values()) <= 2 and taken > 0.5
         for turn in range(min(2, options["blocks"]) if slow else options["blocks"]):
             for training in trainings[turn % 2 :] + trainings[: turn % 2]:
                 with as_if_alone(training.name):

@@ -56,7 +56,7 @@ def plan_graph(options: argparse.Namespace) -> int:
     began = time.monotonic()
     budget = options.budget or (LARGE if len(workload.graph.operators) > MANY else BUDGET)
     try:
-        with _watch(began, budget) as (stop, say):
+        with watch(began, budget) as (stop, say):
             plan = partition(
                 workload.graph, options.devices, link, memory, deadline=stop, seed=options.seed, progress=say
             )
@@ -70,7 +70,8 @@ def plan_graph(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(_as_json(workload, plan, took)))
         return 0
-    Console().print(_table(workload.graph, plan, link))
+    console = Console()
+    console.print(_table(workload.graph, plan, link, console.width))
     print(f"{plan}, found in {seconds(took)}: {plan.method}")
     print(f"no plan takes less than {seconds(plan.bound)}; one device would take {seconds(workload.graph.time)}")
     return 0
@@ -108,7 +109,7 @@ def _as_json(workload: Workload, plan: Partition, took: float) -> dict[str, obje
 
 
 @contextlib.contextmanager
-def _watch(began: float, budget: float) -> Iterator[tuple[Callable[[], bool], Callable[[float, str], None]]]:
+def watch(began: float, budget: float) -> Iterator[tuple[Callable[[], bool], Callable[[float, str], None]]]:
     """Say on a terminal how far a long search is; end it after ``budget`` s or at Ctrl-C, with its best so far."""
     console = Console(stderr=True)
     interrupted = False
@@ -145,11 +146,11 @@ def _watch(began: float, budget: float) -> Iterator[tuple[Callable[[], bool], Ca
         yield stop, say
 
 
-def _table(graph: Graph, plan: Partition, link: float) -> Table:
+def _table(graph: Graph, plan: Partition, link: float, width: int) -> Table:
     title = f"{graph.name}: {len(graph.operators)} operators on {len(plan.loads)} devices, {bandwidth(link)} between"
     table = Table(title=title, box=box.SIMPLE_HEAD, caption="per microbatch; the busiest stage sets the pace")
-    for name in ("stage", "operators", "first", "last"):
-        table.add_column(name, justify="left" if name in ("first", "last") else "right", overflow="ellipsis")
+    table.add_column("stage", justify="right", no_wrap=True)
+    table.add_column("operators", no_wrap=True, overflow="ellipsis", max_width=max(12, width - 68))
     for name in ("computes", "reads", "sends", "busy", "memory"):
         table.add_column(name, justify="right", no_wrap=True)
     for number, stage in enumerate(stages(graph, plan.assignment, plan.stages)):
@@ -157,9 +158,7 @@ def _table(graph: Graph, plan: Partition, link: float) -> Table:
         load = plan.loads[stage.device]
         table.add_row(
             str(number),
-            str(len(stage.operators)),
-            first,
-            last,
+            f"{len(stage.operators)}: {first}" + (f" ... {last}" if len(stage.operators) > 1 else ""),
             seconds(stage.compute),
             size(stage.received),
             size(stage.sent),

@@ -184,8 +184,9 @@ def _study(script: Sequence[str], here: Cluster, timeout_s: float, say: Callable
 def _planned(script: list[str], study: Study, cluster: Cluster, here: Cluster, options: argparse.Namespace) -> _Found:
     local = here.devices[0]
     work = Work(
-        study.graph,
+        _less(study.graph, study.launch),
         study.batch,
+        launch=study.launch,
         grows=options.grow,
         reference=local,
         dtype=options.dtype or study.dtype,
@@ -210,6 +211,16 @@ def _planned(script: list[str], study: Study, cluster: Cluster, here: Cluster, o
     second = expected.points[min(1, len(expected.points) - 1)].devices
     devices = options.n or (expected.stop if expected.stop > 1 else second)
     return _Found(script, study, cluster, work, planner.choose(devices), expected, noise)
+
+
+def _less(graph: Graph, launch: float) -> Graph:
+    """Return the graph without the seconds that a smaller batch does not save; they are counted apart."""
+    rest = 1 - launch / graph.time if graph.time else 1.0
+    operators = (
+        dataclasses.replace(each, forward=each.forward * rest, backward=each.backward * rest)
+        for each in graph.operators
+    )
+    return dataclasses.replace(graph, operators=tuple(operators))
 
 
 def _noise(study: Study) -> NoiseScale | str:

@@ -27,10 +27,10 @@ BETWEEN, BETWEEN_S = SIZES[1::2], 0.05  # sizes that are left out where the shor
 LONG_S = {"all_reduce": 0.3, "broadcast": 0.1}  # an operation this long is the last of its kind,
 LONG_TIMES = 1.4  # if it is also so many times as long as one of 64 KiB: then the bandwidth shows, not the latency
 SHORT_S = 0.2  # seconds to spend on a size, with at least LEAST operations and at most MOST
-LEAST, MOST = 2, 15
+LEAST, MOST = 3, 15
 BESIDE_ROWS = 160  # of matrices whose product takes a fraction of a millisecond: how often one looks whether it is done
 BESIDE_S, BESIDE_MOST_S = 0.3, 30.0  # seconds to spend on an operation beside computing, and to wait for one
-BESIDE_LONG_S = 1.0  # an operation this long is not tried beside computing
+BESIDE_LONG_S = 1.0  # an operation this long is tried twice, and not beside computing
 _WHAT = "measuring collective operations"
 
 
@@ -255,15 +255,14 @@ class TorchCollectives:
 
         first = torch.tensor([one()], device=self._device)
         group.broadcast(first, _WHAT)  # all do as many as rank 0 finds right
-        count = max(LEAST, min(MOST, round(SHORT_S / max(float(first), 1e-6))))
+        count = max(LEAST, min(MOST, round(SHORT_S / max(float(first), 1e-6)))) if float(first) < BESIDE_LONG_S else 2
         before = _processor_seconds()
         taken = [one() for _ in range(count)]
-        if float(first) > LONG_S[kind]:
-            taken.append(float(first))
         used = (_processor_seconds() - before) / count
         if kind == "broadcast":
             group.all_reduce(torch.zeros(1, device=self._device), _WHAT)  # its root is done when the others are not
-        return [median(taken), used]
+        # The lower quartile: the first ones find a connection that has not reached its speed, others a busy processor.
+        return [sorted(taken)[count // 4], used]
 
 
 def _one_beside(size: int, group: Group) -> list[float]:

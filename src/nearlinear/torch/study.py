@@ -22,7 +22,8 @@ from nearlinear import events
 from nearlinear.core.graph import Graph, Operator
 from nearlinear.errors import InputError
 from nearlinear.torch.capture import Captured, capture
-from nearlinear.torch.profile import Profile, profile
+from nearlinear.torch.capture.batch import Call
+from nearlinear.torch.profile import Profile, profile, time_passes
 from nearlinear.torch.session import current
 
 STEPS = 16  # optimizer steps that are watched at most
@@ -48,6 +49,7 @@ class Study:
         tied: Names of operators that share a parameter, per parameter.
         batch: Samples per optimizer step.
         calls: Calls of the model per optimizer step (gradient accumulation).
+        launch: Seconds of a forward and backward pass that a smaller batch does not save; within the graph's times.
         steps: Seconds of each whole step that was watched.
         spread: Relative spread of a step's time, one sigma.
         dtype: What it computes in.
@@ -62,6 +64,7 @@ class Study:
     tied: tuple[tuple[str, ...], ...]
     batch: int
     calls: int
+    launch: float
     steps: tuple[float, ...]
     spread: float
     dtype: str
@@ -100,6 +103,7 @@ class Watch:
         self._captured: Captured | None = None
         self._profile: Profile | None = None
         self._samples = self._calls = 0
+        self._launch = 0.0
         self._calls_per_step: list[int] = []
         self._marks: list[float] = []
         self._norms: list[float] = []
@@ -145,6 +149,7 @@ class Watch:
             tied=self._captured.tied,
             batch=(self._samples or graph.samples) * calls,
             calls=calls,
+            launch=self._launch,
             steps=tuple(steps),
             spread=_spread(steps) if len(steps) >= LEAST else self._profile.spread,
             dtype=str(parameters[0].dtype)[6:],
@@ -176,6 +181,7 @@ class Watch:
         self._profile = profile(
             model, args, kwargs, optimizer=self._optimizer, captured=self._captured, budget=self._budget_s
         )
+        self._launch = _launch(model, Call.of(args, kwargs, self._captured.batch_dim), self._profile)
         _say("timing the script's own steps")
         self._busy = False
 
@@ -206,6 +212,17 @@ class Watch:
         enough = late > self._budget_s if watched >= ENOUGH else watched >= LEAST and late > PATIENCE * self._budget_s
         if watched >= STEPS or enough:
             raise Enough
+
+
+def _launch(model: nn.Module, call: Call, whole: Profile) -> float:
+    """Return what a pass costs however small its batch is, from a quarter of the batch beside the whole."""
+    few = call.samples // 4
+    if few < 1:
+        return 0.0
+    small = call.with_samples(few)
+    time_of_few, time_of_all = time_passes(model, small.args, small.kwargs), whole.forward + whole.backward
+    fixed = (time_of_few * call.samples - time_of_all * few) / (call.samples - few)
+    return min(max(fixed, 0.0), time_of_few)
 
 
 def _with_loop(graph: Graph, rest: float) -> Graph:

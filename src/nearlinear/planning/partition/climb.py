@@ -148,6 +148,9 @@ class Climb:
         self.pool.trim(POOL)
         load, chain, _ = Chains(self.problem, self.pool.member, self.stages, self.load).best(late)
         if not load < self.load:
+            # All that was worth most has been weighed; what was passed over for it gets its turn.
+            self.pool = Pool(self.problem, self.stages, self.load)
+            self.grown.clear()
             return False
         self.load, self.chain = load, chain
         self.pool.lower(load)

@@ -17,7 +17,7 @@ from nearlinear.planning.partition.slicing import slice_order
 IDEALS = 400_000  # boundaries up to which all of them are listed,
 ROOM = 300e6  # if their nodes, a byte each, take no more than this
 PAIRS = 4e8  # stages up to which all of them are weighed
-ROUNDS = 6  # of drawing boundaries that find nothing, after which the search ends
+ROUNDS = 10  # of drawing boundaries that find nothing, after which the search ends
 ORDERS = 40  # drawn per round
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -104,13 +105,17 @@ def partition(
         InputError: The graph is empty, or a number is out of its range.
 
     Example:
-        >>> from nearlinear.core.graph import Operator, Tensor
+        >>> from nearlinear.core.graph import Operator
         >>> chain = Graph(tuple(Operator(f"layer {n}", forward=1.0) for n in range(4)), training=False)
         >>> partition(chain, 2, 1e9).assignment
         (0, 0, 1, 1)
     """
     if not graph.operators:
         raise InputError(f"{graph.name} has no operators to split")
+    idle = 0
+    if isinstance(devices, int) and in_flight is None and np.ndim(bandwidth) == 0 and np.ndim(memory or 0.0) == 0:
+        idle = max(devices - len(graph.operators), 0)  # those could hold nothing
+        devices -= idle
     hosts = machines(devices, bandwidth, memory, in_flight)
     problem, of_operator = build(graph)
     late, say = deadline or _never, progress or _silent
@@ -145,8 +150,8 @@ def partition(
     return Partition(
         assignment=tuple(device[of_operator].tolist()),
         stages=tuple(order[each] for each in used),
-        loads=tuple(busy.tolist()),
-        memory=tuple(held[np.argsort(order)].tolist()),
+        loads=(*busy.tolist(), *[0.0] * idle),
+        memory=(*held[np.argsort(order)].tolist(), *[0.0] * idle),
         objective=objective,
         bound=objective if proven and complete else min(low or bound(problem, hosts, objective, late), objective),
         method=method,
@@ -203,11 +208,10 @@ def _infeasible(
     graph: Graph, problem: Problem, hosts: Machines, seed: int, late: Callable[[], bool]
 ) -> InfeasibleError:
     least, proven = least_memory(problem, hosts, seed, late)
-    has = size(float(hosts.memory.max()))
-    would = "at least" if proven else "the best plan found takes"
+    has, needs = size(float(hosts.memory.max())), f"{size(least)} ({math.ceil(least):,} bytes)"
+    would = f"at least {needs} each is needed" if proven else f"the best plan found needs {needs} each"
     return InfeasibleError(
-        f"{graph.name} does not fit {hosts.count} devices of {has}: {would} {size(least)} each is needed; "
-        f"give more memory or more devices",
+        f"{graph.name} does not fit {hosts.count} devices of {has}: {would}; give more memory or more devices",
         least,
         proven,
     )

@@ -304,7 +304,7 @@ def test_a_forecast_without_one_device_or_with_a_foreign_stop_is_refused():
 
 
 def test_the_link_at_which_the_runner_up_wins_is_where_it_wins():
-    work, cluster = Work(row(weights=4e6, moved=1e4, samples=1), batch=64), machines(4, 1e-5, 1e8)
+    work, cluster = Work(row(weights=4e6, moved=1e4, samples=1, update=0.1), batch=64), machines(4, 1e-5, 1e8)
     choice = Planner(work, cluster).choose(4)
     assert choice.runner_up is not None
     assert choice.runner_up.seconds * LEVEL >= choice.winner.seconds

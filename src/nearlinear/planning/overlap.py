@@ -85,9 +85,7 @@ class _Flight:
 
     @classmethod
     def of(cls, message: Message, all_reduce: Exchange) -> _Flight:
-        alone = all_reduce.time(message.bytes)
-        latency = min(alone, all_reduce.link.latency)
-        return cls(latency, alone - latency, *all_reduce.beside_computing(message.bytes))
+        return cls(*all_reduce.split(message.bytes), *all_reduce.beside_computing(message.bytes))
 
     @property
     def next(self) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nearlinear.cli.plan import add_graph_options, plan_graph, watch
+from nearlinear.cli.plan_graph import add_graph_options, plan_graph, watch
 from nearlinear.errors import InputError
 from nearlinear.planning.partition import InfeasibleError
 

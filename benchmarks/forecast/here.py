@@ -140,7 +140,7 @@ def _messages(profile: Profile, all_reduce: Exchange, rival: str) -> list[Messag
         # As torch/link.py measures and planning/buckets.py decides.
         tried = [4.0, 65536.0] + ([] if all_reduce.time(65536.0) > 0.05 else [1048576.0])
         link = fit_alpha_beta(tried, [all_reduce.time(each) for each in tried])
-        limit = bucket_bytes(sum(profile.sizes), link.latency, link.bandwidth)
+        limit = bucket_bytes(sum(profile.sizes), link.latency, link.bandwidth, shared=True)
         buckets = fill_buckets(order, profile.sizes, [0] * len(order), limit)
     messages = []
     for number, bucket in enumerate(buckets):

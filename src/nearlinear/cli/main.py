@@ -13,7 +13,7 @@ from nearlinear.errors import InputError, NearlinearError
 COMMANDS = {
     "run": "run",
     "check": "check",
-    "plan": "plan_script",
+    "plan": "plan",
     "probe": "probe",
     "report": "report",
     "demo": "demo",

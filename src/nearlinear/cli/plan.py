@@ -1,168 +1,362 @@
-"""The command `nearlinear plan --graph`: turning a file with a model's graph into a split, its table and its proof."""
+"""The command `nearlinear plan`: turning a script's first steps and a cluster into a plan and a forecast."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import dataclasses
 import json
-import signal
+import math
 import sys
-import time
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from nearlinear.cli.plan_graph import add_graph_options, plan_graph
+from nearlinear.cli.probe import measured_here
+from nearlinear.cli.status import status
+from nearlinear.core.catalogue import load_cluster
+from nearlinear.core.cluster import Cluster
+from nearlinear.core.forecast import Forecast, Point
 from nearlinear.core.graph import Graph
-from nearlinear.errors import InputError
-from nearlinear.planning.partition import InfeasibleError, Partition, partition
-from nearlinear.planning.partition.table import stages
-from nearlinear.planning.workload import Workload, read_workload
-from nearlinear.units import bandwidth, parse_bandwidth, parse_bytes, parse_seconds, seconds, size
+from nearlinear.core.plan import STRATEGIES
+from nearlinear.errors import InputError, NearlinearError
+from nearlinear.launch.local import run_local
+from nearlinear.measure import cache
+from nearlinear.observe.kept import keep_plan
+from nearlinear.observe.page import Bar, Content, Figure, Split, Stage, Timeline, page
+from nearlinear.planning.batch import NoiseScale, noise_scale
+from nearlinear.planning.choice import Choice, Planner
+from nearlinear.planning.roofline import roofline
+from nearlinear.planning.scaling import SHARE, forecast
+from nearlinear.planning.timeline import timeline
+from nearlinear.planning.ways import Way, Work
+from nearlinear.runtime.environment import usable_cores
+from nearlinear.units import parse_seconds, seconds, size
 
-PATIENCE = 2.0  # seconds that a search may take before it says what it is doing
-BUDGET, LARGE = 25.0, 45.0  # seconds after which it returns the best plan so far; of a graph of many operators
-MANY = 5000
+if TYPE_CHECKING:
+    from nearlinear.torch.study import Study
+
+ROOFLINE_SPREAD = 0.3
+"""Spread of times that were not measured but follow from data sheets and a share of them; ours, at one sigma."""
+
+LAUNCH_S = 5e-6
+"""Seconds to start one operator on an accelerator, which no smaller batch saves: of 9.6 us per kernel in a loop of
+launches 2.9 were the kernel's (A. Gray, "Getting started with CUDA graphs", NVIDIA, 2019); starts overlap in part."""
+
+LEAST_STEPS = 8  # whose gradients say how noisy a batch is
+OWN_ERROR = "nearlinear: error: "
+LINES_SHOWN = 25  # of what a failing script wrote last
+LOOP = "loop"  # what a study calls the time that the script takes beyond the model
+CLIPPED = 1e-4  # norms of gradients this close to each other were clipped, and say nothing of the noise
 
 
-def add_graph_options(parser: argparse.ArgumentParser) -> None:
-    """Add what `plan_graph` reads to a command's parser."""
-    parser.add_argument("--graph", metavar="FILE", type=Path, help="a model's graph (nearlinear-workload/1)")
-    parser.add_argument("--devices", metavar="K", type=int, help="how many devices it may be split over")
-    parser.add_argument("--bandwidth", metavar="B", help="of each link: '10 Gbit/s', or bytes per second")
-    parser.add_argument("--memory", metavar="M", help="of each device: '24 GiB', or bytes (default: no limit)")
-    parser.add_argument("--budget", metavar="T", type=parse_seconds, help="for the search (default: 25 s)")
-    parser.add_argument("--seed", metavar="N", default=0, type=int, help="of the search's random orders")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="forecast N machines, and say where to stop",
+        description="Run a script's first steps as one process, capture and time its model, and say how best to train "
+        "it on the devices of a cluster, how fast that will be on 1, 2, 4, ... of them, and where to stop. Nothing but "
+        "this process is needed. With --graph FILE, split a graph that is in a file.",
+        usage="nearlinear plan [--cluster C] [options] script.py [args ...]\n"
+        "       nearlinear plan --graph FILE --devices K --bandwidth B [options]",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--cluster",
+        metavar="C",
+        help="a file of `nearlinear probe`, or '64 x H100 80GB, NVLink within 8, 400 Gbit/s between' (default: here)",
+    )
+    parser.add_argument("-n", type=int, metavar="N", help="plan for N devices (default: the stop point's)")
+    parser.add_argument("--optimize", choices=("speed", "memory"), default="speed", help="(default: speed)")
+    parser.add_argument("--grow", action="store_true", help="let the batch grow with the devices, each its own")
+    parser.add_argument("--local", action="store_true", help="consider local updates too, which change the numbers")
+    parser.add_argument(
+        "--share", type=float, default=SHARE, metavar="S", help="what one more device must add, of one (default: 0.5)"
+    )
+    parser.add_argument("--dtype", metavar="D", help="of the matrix products on devices that are not here")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write it as a page, too")
+    parser.add_argument("--timeout", type=parse_seconds, default=600.0, metavar="T", help="for the script's steps")
+    add_graph_options(parser)
+    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="script.py [args ...]", help="passed on as it is")
+    parser.set_defaults(call=plan)
 
 
-def plan_graph(options: argparse.Namespace) -> int:
-    """Split the graph in ``options.graph``, print the plan, and return the exit code: 3 where nothing fits.
+def plan(options: argparse.Namespace) -> int:
+    """Plan, print, and return the exit code.
 
     Raises:
-        InputError: The file is not a graph, or a number is out of its range.
-        InfeasibleError: Nothing fits the devices' memory, and ``options.json`` is off.
+        InputError: There is no such script, it never calls ``nl.distribute``, or the cluster is not understood.
+        NearlinearError: The script failed; what it wrote last is on stderr.
     """
-    if options.devices is None or options.bandwidth is None:
-        raise InputError("how many devices, and how fast a link? write it like `--devices 4 --bandwidth '10 Gbit/s'`")
-    if options.devices < 1:
-        raise InputError(f"--devices is {options.devices}; it must be at least 1")
-    link = _number(options.bandwidth, parse_bandwidth, "--bandwidth")
-    memory = None if options.memory is None else _number(options.memory, parse_bytes, "--memory")
-    workload = _read(options.graph)
-    began = time.monotonic()
-    budget = options.budget or (LARGE if len(workload.graph.operators) > MANY else BUDGET)
-    try:
-        with watch(began, budget) as (stop, say):
-            plan = partition(
-                workload.graph, options.devices, link, memory, deadline=stop, seed=options.seed, progress=say
-            )
-    except InfeasibleError as error:
-        if not options.json:
-            raise
-        found = {"infeasible": True, "least_memory_bytes": error.least_memory, "proven": error.proven}
-        print(json.dumps({**found, "seconds": time.monotonic() - began, "error": str(error)}))
-        return error.exit_code
-    took = time.monotonic() - began
+    script: list[str] = options.script[1:] if options.script[:1] == ["--"] else options.script
+    if options.graph is not None:
+        if script:
+            raise InputError(f"--graph plans the graph in a file and {script[0]!r} is a script; give one of them")
+        return plan_graph(options)
+    if not script:
+        raise InputError("which script? write it like `nearlinear plan train.py`")
+    if not Path(script[0]).is_file():
+        raise InputError(f"there is no script {script[0]!r} in {Path.cwd()}")
+    if not 0 < options.share <= 1:
+        raise InputError(f"--share is {options.share}; it must be above 0 and at most 1")
+    with status() as say:
+        cluster, here = _cluster(options.cluster, say)
+        if options.n is not None and not 1 <= options.n <= len(cluster.devices):
+            raise InputError(f"-n is {options.n}; the cluster has {len(cluster.devices)} devices")
+        study = _study(script, here, options.timeout, say)
+        say("comparing ways to train it")
+        found = _planned(script, study, cluster, here, options)
+    content = _content(found)
+    if cluster is here:
+        keep_plan(script, content, lambda what: print(f"nearlinear: {what}", file=sys.stderr))
+    if options.html is not None:
+        cache.write(options.html, page(content))
     if options.json:
-        print(json.dumps(_as_json(workload, plan, took)))
-        return 0
-    console = Console()
-    console.print(_table(workload.graph, plan, link, console.width))
-    print(f"{plan}, found in {seconds(took)}: {plan.method}")
-    print(f"no plan takes less than {seconds(plan.bound)}; one device would take {seconds(workload.graph.time)}")
+        print(json.dumps(_as_json(found)))
+    else:
+        _show(found, Console(highlight=False))
+    sys.stdout.flush()
+    if options.html is not None:
+        print(f"nearlinear: the page is {options.html}", file=sys.stderr)
+    if cluster is here and found.forecast.stop > 1:
+        print(f"hint: nearlinear run -n {found.forecast.stop} {' '.join(script)}", file=sys.stderr)
     return 0
 
 
-def _number(text: str, parse: Callable[[str], float], what: str) -> float:
+@dataclass(frozen=True)
+class _Found:
+    script: list[str]
+    study: Study
+    cluster: Cluster
+    work: Work
+    choice: Choice
+    forecast: Forecast
+    noise: NoiseScale | str
+
+
+def _cluster(text: str | None, say: Callable[[str], None]) -> tuple[Cluster, Cluster]:
+    """Return the cluster to plan for, and this machine."""
+    say("measuring this machine")
+    measured, kept = measured_here()
+    if not kept:
+        cache.keep(measured)
+    here = measured.cluster()
+    return (here if text is None else load_cluster(text, [*cache.known_devices(), *here.devices])), here
+
+
+def _study(script: Sequence[str], here: Cluster, timeout_s: float, say: Callable[[str], None]) -> Study:
+    """Run the script's first steps in a process of their own, on as many cores as a device of this machine has."""
+    from nearlinear.torch.study import Study
+
+    threads = str(max(1, usable_cores() // len(here.devices)))
+    name = Path(script[0]).name
+    with tempfile.TemporaryDirectory(prefix="nearlinear-plan-") as folder:
+        out = Path(folder) / "study.json"
+        written: list[tuple[int, str, bytes]] = []
+        say(f"{name}: its first steps")
+        outcome = run_local(
+            [sys.executable, "-m", "nearlinear.cli.plan_study", str(out), "3", *script],
+            1,
+            env={"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
+            on_line=lambda rank, stream, line: written.append((rank, stream, line)),
+            on_event=lambda event: say(f"{name}: {event['what']}") if event["kind"] == "plan" else None,
+            limit_s=timeout_s,
+        )
+        if outcome.stopped_by is not None:
+            raise KeyboardInterrupt
+        if outcome.message is not None or not out.exists():
+            lines = [line.decode(errors="replace").rstrip() for _, _, line in written]
+            own = [line for line in lines if line.startswith(OWN_ERROR)]
+            if own:
+                raise InputError(own[-1].removeprefix(OWN_ERROR).replace("the script", name, 1))
+            print("\n".join(lines[-LINES_SHOWN:]), file=sys.stderr)
+            raise NearlinearError(f"{name} failed in its first steps (see above)")
+        return Study.from_json(out.read_text())
+
+
+def _planned(script: list[str], study: Study, cluster: Cluster, here: Cluster, options: argparse.Namespace) -> _Found:
+    local = here.devices[0]
+    work = Work(
+        _less(study.graph, study.launch),
+        study.batch,
+        launch=study.launch,
+        grows=options.grow,
+        reference=local,
+        dtype=options.dtype or study.dtype,
+        spread=study.spread / math.sqrt(max(len(study.steps), 1)),
+    )
+    if all(device.name != local.name for device in cluster.devices):
+        device = cluster.devices[0]
+        # What the loop takes beyond the model is this machine's; of another nothing is known of it.
+        own = tuple(operator for operator in study.graph.operators if operator.kind != LOOP)
+        graph = roofline(dataclasses.replace(study.graph, operators=own), device, work.dtype)
+        started = sum(operator.moved_bytes > 0 for operator in own) * (3 if graph.training else 1)
+        work = dataclasses.replace(
+            work, graph=graph, reference=device, launch=started * LAUNCH_S, spread=ROOFLINE_SPREAD
+        )
+    # Here a run comes next, so what can run is forecast; of other machines, what they could do.
+    known = STRATEGIES if cluster is here else ("data", "sharded", "pipeline")
+    strategies = (*known, *(("local",) if options.local else ()))
+    planner = Planner(work, cluster, strategies, options.optimize)
+    noise = _noise(study)
+    expected = forecast(planner, noise=None if isinstance(noise, str) else noise, share=options.share)
+    # Where one device is best, what two would bring is what there is to be seen.
+    second = expected.points[min(1, len(expected.points) - 1)].devices
+    devices = options.n or (expected.stop if expected.stop > 1 else second)
+    return _Found(script, study, cluster, work, planner.choose(devices), expected, noise)
+
+
+def _less(graph: Graph, launch: float) -> Graph:
+    """Return the graph without the seconds that a smaller batch does not save; they are counted apart."""
+    rest = 1 - launch / graph.time if graph.time else 1.0
+    operators = (
+        dataclasses.replace(each, forward=each.forward * rest, backward=each.backward * rest)
+        for each in graph.operators
+    )
+    return dataclasses.replace(graph, operators=tuple(operators))
+
+
+def _noise(study: Study) -> NoiseScale | str:
+    """Return the gradients' noise scale, or why it is not known."""
+    norms = study.norms
+    if len(norms) < LEAST_STEPS:
+        return f"{len(norms)} gradients were seen, too few to tell how noisy a batch is"
+    if max(norms) - min(norms) < CLIPPED * max(norms):
+        return "the gradients are clipped, so how noisy a batch is cannot be told"
     try:
-        value = float(text)
-    except ValueError:
-        value = parse(text)
-    if not 0 < value < float("inf"):
-        raise InputError(f"{what} is {text}; it must be above 0")
-    return value
+        return noise_scale(study.batch, study.batch * len(norms), [sum(norms) / len(norms)], [study.mean_norm])
+    except InputError as error:
+        return str(error)
 
 
-def _read(path: Path) -> Workload:
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read the graph {path}: {getattr(error, 'strerror', None) or error}") from error
-    return read_workload(text, path.name)
+def _show(found: _Found, console: Console) -> None:
+    study, choice, expected = found.study, found.choice, found.forecast
+    console.print(
+        f"[bold]{Path(found.script[0]).name}[/]: {study.graph}, batch {study.batch}, captured by {study.rung}"
+    )
+    for note in study.notes:
+        console.print(f"  [dim]{note}[/]")
+    console.print(f"[bold]on[/] {found.cluster}\n")
+    if choice.winner.way.groups:
+        console.print(_stages(found))
+    for line in choice.reasons:
+        console.print(f"- {line}")
+    console.print(_curve(expected, loss=found.work.grows and isinstance(found.noise, NoiseScale)))
+    console.print(f"[bold]stop at {expected.stop}[/]: {expected.reason}")
+    strategy = choice.winner.way.strategy
+    if strategy not in STRATEGIES and choice.winner.way.devices > 1:
+        console.print(f"[dim]this version trains {', '.join(STRATEGIES)}; {strategy} is a forecast[/]")
+    if isinstance(found.noise, NoiseScale):
+        console.print(_batch(found.noise, study.batch))
+    else:
+        console.print(f"[dim]time to a loss: {found.noise}[/]")
 
 
-def _as_json(workload: Workload, plan: Partition, took: float) -> dict[str, object]:
+def _batch(noise: NoiseScale, batch: int) -> str:
+    high = f"{noise.high:,.0f}" if math.isfinite(noise.high) else "unknown"
+    return (
+        f"[dim]gradient noise scale at the start: {noise.value:,.0f} samples ({noise.low:,.0f} to {high}); a batch of "
+        f"{batch} needs {noise.steps(batch):.2f} times the fewest steps. It grows as training goes on[/]"
+    )
+
+
+def _stages(found: _Found) -> Table:
+    way = found.choice.winner.way
+    table = Table(title=str(way), box=box.SIMPLE_HEAD)
+    for name in ("stage", "what", "devices", "computes", "state", "kept per microbatch", "sends on"):
+        table.add_column(name, justify="left" if name == "what" else "right")
+    for number, group in enumerate(way.groups):
+        table.add_row(
+            str(number),
+            group.label,
+            str(group.replicas * way.copies),
+            seconds(group.compute),
+            size(group.state_bytes),
+            size(group.activation_bytes),
+            size(group.leaving) if group.leaving else "-",
+        )
+    return table
+
+
+def _curve(expected: Forecast, *, loss: bool) -> Table:
+    """Return the forecast as a table, with the time to a loss where that is not the step's time alone."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("devices", "step", "samples/s", "speedup", "waits", "memory"):
+        table.add_column(name, justify="right", no_wrap=True)
+    if loss:
+        table.add_column("to a loss", justify="right", no_wrap=True)
+    table.add_column("way", min_width=8)
+    for point in expected.points:
+        table.add_row(
+            str(point.devices),
+            _step(point),
+            f"{point.rate:,.0f}" if point.rate >= 1000 else f"{point.rate:,.3g}",
+            f"{expected.speedup(point):.2f} ({100 * expected.efficiency(point):.0f} %)",
+            f"{100 * (point.exposed + point.bubble) / point.seconds:.0f} %",
+            size(point.memory) + ("" if point.fits else " !"),
+            *([f"{point.to_loss:.3g}" if point.to_loss is not None else "-"] if loss else []),
+            ", ".join(point.way.split(", ")[:2]),
+            style="bold" if point.devices == expected.stop else "",
+        )
+    return table
+
+
+def _step(point: Point) -> str:
+    return f"{seconds(point.seconds)} ±{50 * (point.high - point.low) / point.seconds:.0f} %"
+
+
+def _as_json(found: _Found) -> dict[str, Any]:
     return {
-        "assignment": workload.by_node(plan.assignment),
-        "objective_ms": plan.objective * 1e3,
-        "bound_ms": plan.bound * 1e3,
-        "seconds": took,
-        "gap": plan.gap,
-        "loads_ms": [1e3 * each for each in plan.loads],
-        "memory_bytes": list(plan.memory),
-        "method": plan.method,
+        "script": found.script,
+        "graph": json.loads(found.study.graph.to_json()),
+        "rung": found.study.rung,
+        "notes": found.study.notes,
+        "batch": found.study.batch,
+        "cluster": json.loads(found.cluster.to_json()),
+        "plan": dataclasses.asdict(found.choice.winner),
+        "runner_up": None if found.choice.runner_up is None else dataclasses.asdict(found.choice.runner_up),
+        "reasons": found.choice.reasons,
+        "forecast": json.loads(found.forecast.to_json()),
+        "noise": found.noise if isinstance(found.noise, str) else dataclasses.asdict(found.noise),
     }
 
 
-@contextlib.contextmanager
-def watch(began: float, budget: float) -> Iterator[tuple[Callable[[], bool], Callable[[float, str], None]]]:
-    """Say on a terminal how far a long search is; end it after ``budget`` s or at Ctrl-C, with its best so far."""
-    console = Console(stderr=True)
-    interrupted = False
-    doing = "reading the graph"
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal interrupted
-        if interrupted:
-            raise KeyboardInterrupt
-        interrupted = True
-        print("\nstopping: the best plan so far follows (Ctrl-C again to leave at once)", file=sys.stderr)
-
-    def say(load: float, what: str) -> None:
-        nonlocal doing
-        doing = f"{seconds(load)} per microbatch so far: {what}" if load < float("inf") else what
-
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(ValueError):  # signals belong to the main thread; elsewhere Ctrl-C is as always
-            before = signal.signal(signal.SIGINT, interrupt)
-            stack.callback(signal.signal, signal.SIGINT, before)
-        status = console.status("") if console.is_terminal else None
-        shown = False
-
-        def stop() -> bool:
-            nonlocal shown
-            now = time.monotonic() - began
-            if status is not None and now > PATIENCE:
-                if not shown:
-                    stack.enter_context(status)
-                    shown = True
-                status.update(f"{doing} ({now:.0f} of {budget:.0f} s, Ctrl-C keeps the best)")
-            return interrupted or now > budget
-
-        yield stop, say
+def _devices(count: int) -> str:
+    return "1 device" if count == 1 else f"{count} devices"
 
 
-def _table(graph: Graph, plan: Partition, link: float, width: int) -> Table:
-    title = f"{graph.name}: {len(graph.operators)} operators on {len(plan.loads)} devices, {bandwidth(link)} between"
-    table = Table(title=title, box=box.SIMPLE_HEAD, caption="per microbatch; the busiest stage sets the pace")
-    table.add_column("stage", justify="right", no_wrap=True)
-    table.add_column("operators", no_wrap=True, overflow="ellipsis", max_width=max(12, width - 68))
-    for name in ("computes", "reads", "sends", "busy", "memory"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for number, stage in enumerate(stages(graph, plan.assignment, plan.stages)):
-        first, last = (graph.operators[stage.operators[end]].name for end in (0, -1))
-        load = plan.loads[stage.device]
-        table.add_row(
-            str(number),
-            f"{len(stage.operators)}: {first}" + (f" ... {last}" if len(stage.operators) > 1 else ""),
-            seconds(stage.compute),
-            size(stage.received),
-            size(stage.sent),
-            f"[bold]{seconds(load)}[/]" if load >= plan.objective * (1 - 1e-9) else seconds(load),
-            size(plan.memory[stage.device]),
-        )
-    return table
+def _split(way: Way, graph: Graph) -> Split:
+    """Return the graph with the stage of every operator; one stage where all devices hold all of it."""
+    stage = {operator: number for number, group in enumerate(way.groups) for operator in group.operators}
+    return Split(graph, tuple(stage.get(operator, 0) for operator in range(len(graph.operators))))
+
+
+def _content(found: _Found) -> Content:
+    choice, expected, study, work = found.choice, found.forecast, found.study, found.work
+    best = expected.at(expected.stop)
+    step = timeline(choice.winner.way, work, found.cluster)
+    return Content(
+        title=f"{Path(found.script[0]).name} on {_devices(len(found.cluster.devices))}",
+        about=f"On {found.cluster}. {study.graph}, batch {study.batch}, captured by {study.rung}.",
+        figures=(
+            Figure("stop at", _devices(expected.stop), expected.reason),
+            Figure(
+                "speedup there", f"{expected.speedup(best):.2f}", f"{100 * expected.efficiency(best):.0f} % of ideal"
+            ),
+            Figure("step", seconds(best.seconds), f"{seconds(best.low)} to {seconds(best.high)}"),
+        ),
+        forecast=expected,
+        split=_split(choice.winner.way, work.graph),
+        stages=Stage.of_way(choice.winner.way),
+        timelines=() if step is None else (Timeline.of(step),),
+        spent=tuple(Bar.of(point, _devices(point.devices)) for point in expected.points),
+        reasons=choice.reasons,
+        notes=study.notes,
+    )

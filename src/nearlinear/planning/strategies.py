@@ -104,7 +104,8 @@ def _bucket_bytes(total: float, measured: Exchange) -> int:
     tried = [4.0, 65536.0] + ([] if measured.time(65536.0) > 0.05 else [1048576.0])
     times = [measured.time(each) for each in tried]
     slope = max((times[-1] - times[0]) / (tried[-1] - tried[0]), 1e-15)
-    return bucket_bytes(int(total), max(times[0] - slope * tried[0], 0.0), 1 / slope)
+    latency = max(times[0] - slope * tried[0], 0.0)
+    return bucket_bytes(int(total), latency, 1 / slope, shared=measured.processor is not None)
 
 
 def _sharded(way: Way, work: Work, network: Network) -> Candidate:

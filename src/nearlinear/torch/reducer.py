@@ -300,7 +300,10 @@ class Reducer:
         limit = self.plan.bucket_bytes
         if limit is None:
             total = sum(sizes[index] for index in order)
-            limit = bucket_bytes(total, self.link.latency, self.link.bandwidth) if self.link else max(total, 1)
+            shared = self.parameters[0].device.type == "cpu"
+            limit = max(total, 1)
+            if self.link is not None:
+                limit = bucket_bytes(total, self.link.latency, self.link.bandwidth, shared=shared)
         layout = _Layout([], sparse=[i for i, on in enumerate(trained) if on and self._is_sparse[i]])
         for parameters in fill_buckets(order, sizes, kinds, limit):
             offsets, elements = [], 0

@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "data_parallel"))
 from nearlinear.core.cluster import Cluster, Exchange
 from nearlinear.measure.link import fit_alpha_beta
 from nearlinear.planning.buckets import bucket_bytes, fill_buckets
+from nearlinear.planning.overlap import Message, beside
 from nearlinear.testing.links import Network, can_emulate
 from nearlinear.units import seconds
 
@@ -60,7 +61,6 @@ ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}  # w
 MIB = 2.0**20
 DDP_FIRST, DDP_LATER = MIB, 25 * MIB  # torch's kDefaultFirstBucketBytes and bucket_cap_mb
 NEARLINEAR_IN_PLACE = 256 * 1024  # torch/reducer.py's IN_PLACE_BYTES
-GLOO_THREADS = 2  # operations that a process group of torch's gloo carries out at once
 
 
 # ---- the forecast
@@ -87,15 +87,6 @@ class Profile:
     sizes: tuple[int, ...]
     flop: float
     buffers: int
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """A bucket of gradients: its bytes, when it is full (seconds of backward), and the bytes copied into it."""
-
-    bytes: float
-    ready: float
-    copied: float
 
 
 def forecast(profile: Profile, cluster: Cluster, processes: int, rival: str) -> float:
@@ -125,7 +116,7 @@ def forecast(profile: Profile, cluster: Cluster, processes: int, rival: str) -> 
         step += broadcast.time(profile.buffers)  # rank 0's statistics, before every forward pass
     if rival == "nearlinear" and profile.buffers:
         messages.append(Message(profile.buffers, profile.backward, profile.buffers))  # everyone's statistics
-    step += _backward(profile.backward, messages, all_reduce, slow, copy)
+    step += beside(profile.backward, messages, all_reduce, slow, copy)
     if rival == "ddp":
         step += sum(message.bytes for message in messages) * copy  # from the buckets back into the gradients
     return step + profile.update / crowd.memory
@@ -162,43 +153,6 @@ def _ddp_buckets(sizes: Sequence[int]) -> list[list[int]]:
             buckets.append(open_)
             open_ = []
     return [*buckets, open_] if open_ else buckets
-
-
-def _backward(backward: float, messages: Sequence[Message], all_reduce: Exchange, slow: float, copy: float) -> float:
-    """Return the seconds from the start of the backward pass until all messages are through.
-
-    The pass computes; messages that are full travel beside it, at most ``GLOO_THREADS`` at once. Beside computing a
-    message takes longer and the computing slows down, both as measured. Messages at once wait for the other side
-    together, and share the link for their bytes.
-    """
-    now, done, waiting = 0.0, 0.0, list(messages)  # done: seconds of the pass alone
-    # Seconds of waiting left, seconds of bytes left, how many times as long beside computing, computing left meanwhile.
-    flying: list[list[float]] = []
-    while waiting or flying or done < backward:
-        while waiting and waiting[0].ready <= done + 1e-12 and len(flying) < GLOO_THREADS:
-            size = waiting.pop(0).bytes
-            flying.append([*all_reduce.split(size), *all_reduce.beside_computing(size)])
-        computing = done < backward
-        left = min((each[3] for each in flying), default=1.0)
-        speed = left / slow
-        sharing = sum(each[0] <= 0 for each in flying)
-        rates = [(1.0 if each[0] > 0 else 1.0 / sharing) / (each[2] if computing else 1.0) for each in flying]
-        # The next thing to happen: a message has waited, or is through, one becomes full, the pass ends.
-        steps = [(each[0] if each[0] > 0 else each[1]) / rate for each, rate in zip(flying, rates, strict=True)]
-        if computing:
-            nexts = [message.ready - done for message in waiting if message.ready > done + 1e-12]
-            steps.append(min([backward - done, *nexts]) / speed)
-        step = max(min(steps), 1e-9)
-        now += step
-        if computing:
-            before = done
-            done = min(backward, done + step * speed)
-            # Copies into buckets take the processor while the pass would compute.
-            now += sum(m.copied for m in messages if before < m.ready <= done + 1e-12) * copy / left
-        for each, rate in zip(flying, rates, strict=True):
-            each[0 if each[0] > 0 else 1] -= step * rate
-        flying = [each for each in flying if each[0] > 1e-9 or each[1] > 1e-9]
-    return now
 
 
 # ---- what runs in the processes that this script starts

@@ -15,10 +15,17 @@ AT_ONCE = 2  # operations that a process group of torch's gloo carries out at on
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A bucket of gradients: its bytes, and when it is full, in seconds of the backward pass alone."""
+    """A bucket of gradients.
+
+    Args:
+        bytes: Its size.
+        ready: When it is full, in seconds of the backward pass alone.
+        copied: Bytes that are copied into it; all of them where it is ``None``.
+    """
 
     bytes: float
     ready: float
+    copied: float | None = None
 
 
 def in_turn(when: NDArray[np.float64], takes: float) -> float:
@@ -67,7 +74,12 @@ def beside(
         now += step
         if computing:
             before, done = done, min(backward, done + step * speed)
-            now += copy / (speed * slow) * sum(each.bytes for each in messages if before < each.ready <= done + 1e-12)
+            copied = (
+                each.bytes if each.copied is None else each.copied
+                for each in messages
+                if before < each.ready <= done + 1e-12
+            )
+            now += copy / (speed * slow) * sum(copied)
         for each, pace in zip(flying, paces, strict=True):
             each.go_on(step * pace)
         flying = [each for each in flying if each.latency > 1e-9 or each.rest > 1e-9]

@@ -20,7 +20,7 @@ from rich.table import Table
 from nearlinear.cli.plan_graph import add_graph_options, plan_graph
 from nearlinear.cli.probe import measured_here
 from nearlinear.cli.status import status
-from nearlinear.core.catalogue import load_cluster
+from nearlinear.core.catalogue import DEVICES, load_cluster
 from nearlinear.core.cluster import Cluster
 from nearlinear.core.forecast import Forecast, Point
 from nearlinear.core.graph import Graph
@@ -141,21 +141,24 @@ class _Found:
     noise: NoiseScale | str
 
 
-def _cluster(text: str | None, say: Callable[[str], None]) -> tuple[Cluster, Cluster]:
-    """Return the cluster to plan for, and this machine."""
+def _cluster(text: str | None, say: Callable[[str], None]) -> tuple[Cluster, Cluster | None]:
+    """Return the cluster to plan for, and this machine; ``None`` where data sheets say all there is to know."""
+    described = None if text is None else load_cluster(text, cache.known_devices())
+    if described is not None and all(device.name in DEVICES for device in described.devices):
+        return described, None
     say("measuring this machine")
     measured, kept = measured_here()
     if not kept:
         cache.keep(measured)
     here = measured.cluster()
-    return (here if text is None else load_cluster(text, [*cache.known_devices(), *here.devices])), here
+    return described or here, here
 
 
-def _study(script: Sequence[str], here: Cluster, timeout_s: float, say: Callable[[str], None]) -> Study:
+def _study(script: Sequence[str], here: Cluster | None, timeout_s: float, say: Callable[[str], None]) -> Study:
     """Run the script's first steps in a process of their own, on as many cores as a device of this machine has."""
     from nearlinear.torch.study import Study
 
-    threads = str(max(1, usable_cores() // len(here.devices)))
+    threads = str(max(1, usable_cores() // (len(here.devices) if here is not None else 1)))
     name = Path(script[0]).name
     with tempfile.TemporaryDirectory(prefix="nearlinear-plan-") as folder:
         out = Path(folder) / "study.json"
@@ -181,8 +184,10 @@ def _study(script: Sequence[str], here: Cluster, timeout_s: float, say: Callable
         return Study.from_json(out.read_text())
 
 
-def _planned(script: list[str], study: Study, cluster: Cluster, here: Cluster, options: argparse.Namespace) -> _Found:
-    local = here.devices[0]
+def _planned(
+    script: list[str], study: Study, cluster: Cluster, here: Cluster | None, options: argparse.Namespace
+) -> _Found:
+    local = here.devices[0] if here is not None else None
     work = Work(
         _less(study.graph, study.launch),
         study.batch,
@@ -192,7 +197,7 @@ def _planned(script: list[str], study: Study, cluster: Cluster, here: Cluster, o
         dtype=options.dtype or study.dtype,
         spread=study.spread / math.sqrt(max(len(study.steps), 1)),
     )
-    if all(device.name != local.name for device in cluster.devices):
+    if local is None or all(device.name != local.name for device in cluster.devices):
         device = cluster.devices[0]
         # What the loop takes beyond the model is this machine's; of another nothing is known of it.
         own = tuple(operator for operator in study.graph.operators if operator.kind != LOOP)

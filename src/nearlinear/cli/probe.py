@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from rich.console import Console
 
 from nearlinear.cli.probe_rank import measure_as_rank
 from nearlinear.cli.probe_tables import show
+from nearlinear.cli.status import status
 from nearlinear.errors import InputError, NearlinearError
 from nearlinear.launch.elastic import run_elastic
 from nearlinear.launch.environment import gpus_for, rank_environment, visible_gpus
@@ -132,9 +132,9 @@ def measured_here(n: int | None = None, *, fresh: bool = False) -> tuple[Measure
         if found is not None:
             return found, True
     if n == 1:
-        with _status() as say:
+        with status(_line) as say:
             return measure_as_rank(World(), fresh=True, say=say)
-    with tempfile.TemporaryDirectory(prefix="nearlinear-probe-") as folder, _status() as say:
+    with tempfile.TemporaryDirectory(prefix="nearlinear-probe-") as folder, status(_line) as say:
         result = Path(folder) / "cluster.json"
         outcome = run_local(
             [sys.executable, "-m", "nearlinear.cli.probe_rank", str(result)],
@@ -150,18 +150,11 @@ def measured_here(n: int | None = None, *, fresh: bool = False) -> tuple[Measure
 
 def _tell(event: dict[str, Any], say: Callable[[str], None]) -> None:
     if event.get("kind") == "probe":
-        say(str(event.get("what")))
+        say(f"measuring {event.get('what')}")
 
 
-@contextlib.contextmanager
-def _status() -> Iterator[Callable[[str], None]]:
-    """Show what is measured: in one line that changes, or as lines where stderr is no terminal."""
-    console = Console(file=sys.stderr, highlight=False)
-    if not console.is_terminal:
-        yield lambda what: print(f"nearlinear: measuring {what}", file=sys.stderr, flush=True)
-        return
-    with console.status("measuring ...") as status:
-        yield lambda what: status.update(f"measuring {what} ...")
+def _line(what: str) -> None:
+    print(f"nearlinear: {what}", file=sys.stderr, flush=True)
 
 
 def _ago(measured: Measured) -> str:

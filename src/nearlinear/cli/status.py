@@ -9,11 +9,15 @@ from rich.console import Console
 
 
 @contextlib.contextmanager
-def status() -> Iterator[Callable[[str], None]]:
-    """Give a function that says what is being done: on a terminal on stderr; elsewhere it says nothing."""
+def status(elsewhere: Callable[[str], None] = lambda what: None) -> Iterator[Callable[[str], None]]:
+    """Give a function that says what is being done, on stderr.
+
+    Args:
+        elsewhere: What it does where stderr is no terminal; by default nothing.
+    """
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
-        yield lambda _: None
+        yield elsewhere
         return
     with console.status("") as line:
         yield lambda what: line.update(what)

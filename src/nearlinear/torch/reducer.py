@@ -419,9 +419,11 @@ class Reducer:
         last = self._layout.buckets[-1].buffer
         assert last is not None
         apart = last[-_MARKS:].count_nonzero()
-        self._apart = apart if self._apart is None else torch.maximum(self._apart, apart)
         if apart.device.type == "cpu":
+            self._apart = apart
             self.require_same_batch()
+        else:  # looking would wait for the GPU; the next comparison of the replicas looks
+            self._apart = apart if self._apart is None else torch.maximum(self._apart, apart)
 
     def require_same_batch(self) -> None:
         """Check that no rank's gradients were summed with those of another batch.

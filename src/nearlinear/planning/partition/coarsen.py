@@ -41,22 +41,6 @@ def coarsen(problem: Problem, machines: Machines, below: float) -> tuple[Problem
         whole = place[whole]
 
 
-def least_load(problem: Problem, machines: Machines, known: float) -> float:
-    """Return a load that some device has at least in every plan; ``known`` is the maximum load of one plan."""
-    low, high = 0.0, known
-    if coarsen(problem, machines, high) is None:
-        return high
-    for _ in range(30):
-        middle = (low + high) / 2
-        if coarsen(problem, machines, middle) is None:
-            low = middle
-        else:
-            high = middle
-        if high - low < 1e-4 * high:
-            break
-    return low
-
-
 class _Need:
     """Seconds that each node costs its device at least: its own work, what it reads, and what it makes.
 

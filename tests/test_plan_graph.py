@@ -139,3 +139,28 @@ def test_an_edge_to_nowhere_a_circle_and_a_missing_file_are_refused(tmp_path: Pa
         run("--graph", circle, *numbers)
     with pytest.raises(InputError, match="cannot read the graph"):
         run("--graph", tmp_path / "missing.json", *numbers)
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"format": "nearlinear-workload/1", "nodes": ' + "[" * 200_000])
+def test_a_file_nested_too_deeply_is_no_graph(text: str, tmp_path: Path) -> None:
+    (tmp_path / "deep.json").write_text(text)
+    with pytest.raises(InputError, match=r"deep\.json"):
+        run("--graph", tmp_path / "deep.json", "--devices", "2", "--bandwidth", "1e9")
+
+
+@pytest.mark.parametrize("cost", ["fwd_ms", "mem_bytes", "param_bytes"])
+def test_a_cost_beyond_all_numbers_is_refused(cost: str, tmp_path: Path) -> None:
+    nodes = [{"id": 0, "name": "layer", "fwd_ms": 1.0, "bwd_ms": 2.0, "mem_bytes": 100, cost: 10**400}]
+    with pytest.raises(InputError, match="huge"):
+        run("--graph", chain(tmp_path / "huge.json", nodes=nodes, edges=[]), "--devices", "2", "--bandwidth", "1e9")
+
+
+def test_names_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--graph", chain(tmp_path / "c.json", name="a[/]b"), "--devices", "2", "--bandwidth", "1e9") == 0
+    assert "a[/]b" in capsys.readouterr().out
+
+
+def test_more_devices_than_operators_stand_idle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = chain(tmp_path / "chain.json")
+    assert run("--graph", file, "--devices", str(10**30), "--bandwidth", "1e12", "--json") == 0
+    assert sorted(json.loads(capsys.readouterr().out)["assignment"]) == [0, 1, 2, 3]

@@ -33,6 +33,10 @@ optimizer = torch.optim.Adam(model.parameters())
 loader = DataLoader(data, batch_size=32, shuffle=True)
 if "forget" not in sys.argv:
     model, optimizer, loader = nl.distribute(model, optimizer, loader)
+if "leave" in sys.argv:
+    sys.exit(0)
+while "hang" in sys.argv:
+    pass
 for epoch in range(2):
     for x, y in loader:
         optimizer.zero_grad()
@@ -109,13 +113,17 @@ def test_clipped_gradients_do_not_say_how_noisy_a_batch_is(plan: Any) -> None:
         (["train.py", "forget"], "without calling nl.distribute"),
         (["train.py", "fail"], "failed in its first steps"),
         (["--graph", "train.py", "train.py"], "give one of them"),
+        (["--graph", "train.py", "--devices", "2", "--bandwidth", "1e9", "--html", "x.html"], "--html is for scripts"),
+        (["--cluster", "999999999999 x H100", "train.py"], "more than 100,000 devices"),
+        (["--cluster", H100S, "train.py", "leave"], "without calling its model in training mode"),
+        (["--cluster", H100S, "--timeout", "8 s", "train.py", "hang"], "took more than 8 s for its first steps"),
     ],
 )
 def test_bad_input_gets_one_line(plan: Any, words: list[str], said: str) -> None:
     done = plan(*words)
     last = done.stderr.strip().splitlines()[-1]
     assert said in last and last.startswith("nearlinear: error: "), done.stderr
-    assert done.returncode == (1 if words[-1:] == ["fail"] else 2)
+    assert done.returncode == (1 if words[-1:] in (["fail"], ["hang"]) else 2)
     assert done.stdout == ""
 
 

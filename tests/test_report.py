@@ -244,6 +244,7 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: bytes, why: str) -> None:
         (b'{"format": ["nearlinear-run/1"]}\n', "is not the record of a run"),
         (b"[1]\n", "is not the record of a run"),
         (b"\x00\xff" * 1000, "is not the record of a run"),
+        (b"[" * 200_000 + b"\n", "is not the record of a run"),
         (b'{"format": "nearlinear-run/2"}\n', "in the format 'nearlinear-run/2', this version reads"),
         (b'{"format": "nearlinear-run/1"}\n', "line 1 of this record is damaged: it has no 'script'"),
     ],
@@ -501,3 +502,21 @@ def test_a_report_opens_in_a_browser_without_complaint(tmp_path: Path) -> None:
         assert page.value("document.querySelectorAll('h2').length") == 8
         page.move_to("#pace-w-t, .wide .tip")
         assert "samples/s" in page.value("document.getElementById('tip').textContent")
+
+
+@pytest.mark.parametrize("written", [b"\x85\xff" * 100, b"[" * 200_000, b""])
+def test_a_kept_plan_that_is_damaged_is_none(written: bytes, tmp_path: Path) -> None:
+    script = [str(tmp_path / "train.py")]
+    kept.keep_plan(script, planned(), pytest.fail)
+    (path,) = kept.folder("plans").glob("*.json")
+    path.write_bytes(written)
+    assert kept.planned(script) is None
+
+
+def test_a_page_that_cannot_be_written_leaves_the_earlier_one(tmp_path: Path) -> None:
+    path = recorded(tmp_path / "run.jsonl")
+    (tmp_path / "old.html").write_text("OLD")
+    limited = f"ulimit -f 4; exec {sys.executable} -m nearlinear report {path} --out {tmp_path}/old.html"
+    done = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "cannot write" in done.stderr
+    assert (tmp_path / "old.html").read_text() == "OLD"

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from nearlinear.cli.plan_graph import add_graph_options, plan_graph
 from nearlinear.cli.probe import measured_here
+from nearlinear.cli.probe_tables import BUSY
 from nearlinear.cli.status import status
 from nearlinear.core.catalogue import DEVICES, load_cluster
 from nearlinear.core.cluster import Cluster
@@ -48,6 +50,11 @@ ROOFLINE_SPREAD = 0.3
 LAUNCH_S = 5e-6
 """Seconds to start one operator on an accelerator, which no smaller batch saves: of 9.6 us per kernel in a loop of
 launches 2.9 were the kernel's (A. Gray, "Getting started with CUDA graphs", NVIDIA, 2019); starts overlap in part."""
+
+TIMELINE_NOTE = (
+    "The timeline is one step by events, with messages beside computing. The forecast is by formulae, in which "
+    "messages and computing on one processor also hold each other up: the two may differ by a tenth or two."
+)
 
 LEAST_STEPS = 8  # whose gradients say how noisy a batch is
 OWN_ERROR = "nearlinear: error: "
@@ -99,6 +106,10 @@ def plan(options: argparse.Namespace) -> int:
     if options.graph is not None:
         if script:
             raise InputError(f"--graph plans the graph in a file and {script[0]!r} is a script; give one of them")
+        given = {"--cluster": options.cluster, "-n": options.n, "--html": options.html}
+        for name, value in given.items():
+            if value is not None:
+                raise InputError(f"{name} is for scripts; --graph takes --devices, --bandwidth and --memory")
         return plan_graph(options)
     if not script:
         raise InputError("which script? write it like `nearlinear plan train.py`")
@@ -150,6 +161,12 @@ def _cluster(text: str | None, say: Callable[[str], None]) -> tuple[Cluster, Clu
     measured, kept = measured_here()
     if not kept:
         cache.keep(measured)
+    if measured.others > BUSY:
+        print(
+            f"nearlinear: other programs took {100 * measured.others:.0f} % of the processors while this machine was "
+            "measured, so forecasts will be off; `nearlinear probe --fresh` measures again",
+            file=sys.stderr,
+        )
     here = measured.cluster()
     return described or here, here
 
@@ -177,10 +194,16 @@ def _study(script: Sequence[str], here: Cluster | None, timeout_s: float, say: C
         if outcome.message is not None or not out.exists():
             lines = [line.decode(errors="replace").rstrip() for _, _, line in written]
             own = [line for line in lines if line.startswith(OWN_ERROR)]
-            if own:
+            if own and outcome.exit_code == InputError.exit_code:
                 raise InputError(own[-1].removeprefix(OWN_ERROR).replace("the script", name, 1))
-            print("\n".join(lines[-LINES_SHOWN:]), file=sys.stderr)
-            raise NearlinearError(f"{name} failed in its first steps (see above)")
+            for line in lines[-LINES_SHOWN:]:
+                print(line, file=sys.stderr)
+            if outcome.overdue:
+                raise NearlinearError(
+                    f"{name} took more than {seconds(timeout_s)} for its first steps; give a longer --timeout"
+                )
+            how = outcome.message or "it ended without an error, before it had trained a step"
+            raise NearlinearError(f"{name} failed in its first steps: {how}" + (" (see above)" if lines else ""))
         return Study.from_json(out.read_text())
 
 
@@ -237,22 +260,21 @@ def _noise(study: Study) -> NoiseScale | str:
         return "the gradients are clipped, so how noisy a batch is cannot be told"
     try:
         return noise_scale(study.batch, study.batch * len(norms), [sum(norms) / len(norms)], [study.mean_norm])
-    except InputError as error:
-        return str(error)
+    except InputError:
+        return f"the gradients of {len(norms)} steps are all noise, so what a larger batch is worth cannot be told"
 
 
 def _show(found: _Found, console: Console) -> None:
     study, choice, expected = found.study, found.choice, found.forecast
-    console.print(
-        f"[bold]{Path(found.script[0]).name}[/]: {study.graph}, batch {study.batch}, captured by {study.rung}"
-    )
+    name = escape(Path(found.script[0]).name)
+    console.print(f"[bold]{name}[/]: {escape(str(study.graph))}, batch {study.batch}, captured by {study.rung}")
     for note in study.notes:
-        console.print(f"  [dim]{note}[/]")
-    console.print(f"[bold]on[/] {found.cluster}\n")
+        console.print(f"  [dim]{escape(note)}[/]")
+    console.print(f"[bold]on[/] {escape(str(found.cluster))}\n\nOn {_devices(choice.winner.way.devices)}:")
     if choice.winner.way.groups:
         console.print(_stages(found))
     for line in choice.reasons:
-        console.print(f"- {line}")
+        console.print(f"- {line}", markup=False)
     console.print(_curve(expected, loss=found.work.grows and isinstance(found.noise, NoiseScale)))
     console.print(f"[bold]stop at {expected.stop}[/]: {expected.reason}")
     strategy = choice.winner.way.strategy
@@ -280,7 +302,7 @@ def _stages(found: _Found) -> Table:
     for number, group in enumerate(way.groups):
         table.add_row(
             str(number),
-            group.label,
+            escape(group.label),
             str(group.replicas * way.copies),
             seconds(group.compute),
             size(group.state_bytes),
@@ -363,5 +385,5 @@ def _content(found: _Found) -> Content:
         timelines=() if step is None else (Timeline.of(step),),
         spent=tuple(Bar.of(point, _devices(point.devices)) for point in expected.points),
         reasons=choice.reasons,
-        notes=study.notes,
+        notes=(*study.notes, *([TIMELINE_NOTE] if step is not None else [])),
     )

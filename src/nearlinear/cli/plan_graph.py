@@ -14,6 +14,7 @@ from types import FrameType
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from nearlinear.core.graph import Graph
@@ -53,6 +54,8 @@ def plan_graph(options: argparse.Namespace) -> int:
     link = _number(options.bandwidth, parse_bandwidth, "--bandwidth")
     memory = None if options.memory is None else _number(options.memory, parse_bytes, "--memory")
     workload = _read(options.graph)
+    # More devices than operators stand idle, and a list of them may be longer than memory.
+    options.devices = min(options.devices, max(len(workload.graph.operators), 1))
     began = time.monotonic()
     budget = options.budget or (LARGE if len(workload.graph.operators) > MANY else BUDGET)
     try:
@@ -147,14 +150,15 @@ def watch(began: float, budget: float) -> Iterator[tuple[Callable[[], bool], Cal
 
 
 def _table(graph: Graph, plan: Partition, link: float, width: int) -> Table:
-    title = f"{graph.name}: {len(graph.operators)} operators on {len(plan.loads)} devices, {bandwidth(link)} between"
+    name, devices = escape(graph.name), len(plan.loads)
+    title = f"{name}: {len(graph.operators)} operators on {devices} devices, {bandwidth(link)} between"
     table = Table(title=title, box=box.SIMPLE_HEAD, caption="per microbatch; the busiest stage sets the pace")
     table.add_column("stage", justify="right", no_wrap=True)
     table.add_column("operators", no_wrap=True, overflow="ellipsis", max_width=max(12, width - 68))
     for name in ("computes", "reads", "sends", "busy", "memory"):
         table.add_column(name, justify="right", no_wrap=True)
     for number, stage in enumerate(stages(graph, plan.assignment, plan.stages)):
-        first, last = (graph.operators[stage.operators[end]].name for end in (0, -1))
+        first, last = (escape(graph.operators[stage.operators[end]].name) for end in (0, -1))
         load = plan.loads[stage.device]
         table.add_row(
             str(number),

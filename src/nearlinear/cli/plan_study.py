@@ -21,7 +21,11 @@ def main(out: str, budget_s: str, script: Sequence[str]) -> None:
 
     install_excepthook()
     with Watch(float(budget_s)) as watch:
-        run_script(script)
+        try:
+            run_script(script)
+        except SystemExit as leaving:  # a script that ends by sys.exit(0) has ended; with another code it failed
+            if leaving.code not in (None, 0):
+                raise
     Path(out).write_text(watch.study().to_json())
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from nearlinear.errors import InputError
+from nearlinear.measure.cache import write
 from nearlinear.observe import kept
 from nearlinear.observe.page import page
 from nearlinear.observe.page.content import Content
@@ -41,10 +42,9 @@ def report(options: argparse.Namespace) -> int:
     with contextlib.suppress(OSError):
         if out.exists() and out.samefile(path):
             raise InputError(f"{out} is the record itself; name another file for the page")
-    try:
-        out.write_text(page(content), encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write the page {out}: {error.strerror}") from error
+    if not out.parent.is_dir():
+        raise InputError(f"cannot write the page {out}: No such file or directory {str(out.parent)!r}")
+    write(out, page(content))
     for line in _in_short(run, content):
         print(line, file=sys.stderr)
     print(out)

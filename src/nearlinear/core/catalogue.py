@@ -191,6 +191,9 @@ class _Group:
     between: tuple[str | Link, bool] | None = None
 
 
+MOST = 100_000
+"""Devices of a cluster; lists of more take memory and time that no plan is worth."""
+
 _COUNT = re.compile(r"(\d+)\s*(?:[x×*]\s*|\s)(?=\S)", re.IGNORECASE)
 
 
@@ -203,6 +206,8 @@ def _group(part: str, text: str, known: Sequence[Device]) -> _Group:
         head, clauses = match[1].strip(), [match[2].removeprefix("with").strip(), *clauses]
     counted = _COUNT.match(head)
     count, name = (int(counted[1]), head[counted.end() :]) if counted else (1, head)
+    if count > MOST:
+        raise InputError(f"a cluster of more than {MOST:,} devices is not planned for; {text[:60]!r} names more")
     if count < 1:
         raise InputError(f"{count} devices in {text!r}; a cluster has at least one, like {EXAMPLE!r}")
     group = _Group(count, find_device(name, known, text))

@@ -79,7 +79,9 @@ def write(path: Path, text: str) -> None:
                 Path(name).unlink()
             raise
     except OSError as error:
-        raise InputError(f"cannot write {path} ({error.strerror}); name another file with --out") from None
+        raise InputError(
+            f"cannot write {path} ({error.strerror}); name a file in a folder that can be written to"
+        ) from None
 
 
 def known_devices(env: Mapping[str, str] = os.environ) -> list[Device]:

@@ -109,7 +109,8 @@ def keep_plan(script: Sequence[str], content: Content, say: Callable[[str], None
 
 def planned(script: Sequence[str]) -> Content | None:
     """Return what was planned for a script; ``None`` where nothing was since the script was changed."""
-    with contextlib.suppress(OSError, InputError):  # written by another version, say
+    # Written by another version, or damaged: a plan that cannot be read is none, and stops no run.
+    with contextlib.suppress(OSError, InputError, ValueError, RecursionError):
         return Content.from_json((folder("plans") / f"{identity(script)}.json").read_text())
     return None
 

@@ -256,6 +256,11 @@ class Run:
     message: str | None
 
 
+# What reading damaged JSON, and taking it for what it should be, may raise.
+_MOST = 10**6  # processes
+_DAMAGED = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+
+
 def read_run(path: Path) -> Run:
     """Return the run in a record; one that is killed or goes on ends with its last whole line.
 
@@ -289,7 +294,7 @@ def read_run(path: Path) -> Run:
                     elif kind == "end":
                         exit_code, message = int(raw["exit_code"]), raw["message"]
                         steps = max(steps, int(raw["steps"]))
-                except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+                except _DAMAGED as error:
                     raise InputError(f"{path}: line {number} of this record is damaged: {_why(error)}") from error
     except OSError as error:
         raise InputError(f"cannot read the record {path}: {error.strerror}") from error
@@ -302,7 +307,7 @@ def _first(line: bytes, path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(line)
         written = raw["format"]
-    except (ValueError, TypeError, KeyError) as error:
+    except _DAMAGED as error:
         raise InputError(f"{path} is not the record of a run") from error
     if written != FORMAT:
         newer = str(written).startswith(_SERIES)
@@ -316,15 +321,22 @@ def _first(line: bytes, path: Path) -> dict[str, Any]:
             "script": str(raw["script"]),
             "arguments": tuple(map(str, raw["arguments"])),
             "same": str(raw["same"]),
-            "processes": int(raw["processes"]),
+            "processes": _count(raw["processes"]),
             "strategy": raw["strategy"],
             "began": datetime.fromisoformat(raw["began"]).isoformat(),
             "hosts": tuple(map(str, raw["hosts"])),
             "versions": {str(name): str(version) for name, version in raw["versions"].items()},
             "plan": None if raw["plan"] is None else Content.from_json(json.dumps(raw["plan"])),
         }
-    except (ValueError, TypeError, KeyError, AttributeError, NearlinearError) as error:
+    except (*_DAMAGED, NearlinearError) as error:
         raise InputError(f"{path}: line 1 of this record is damaged: {_why(error)}") from error
+
+
+def _count(value: Any) -> int:
+    number = int(value)
+    if not 1 <= number <= _MOST:
+        raise ValueError(f"{number:.3g} is not a number of processes")
+    return number
 
 
 def _number(value: Any) -> float:

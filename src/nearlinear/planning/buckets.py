@@ -10,7 +10,7 @@ LARGEST = 25 * 1024 * 1024
 
 HELD_UP_S = 2e-3
 """Seconds that a message costs the computing beside it where both share a processor's core. An estimate of ours: the
-CNN of benchmarks/data_parallel was 4.5 % slower with several messages for its 2.3 MB than with one (gloo, two cores)."""
+CNN of benchmarks/data_parallel was 4.5 % slower with several messages for its 2.3 MB than with one (gloo)."""
 
 
 def bucket_bytes(total: int, latency: float, bandwidth: float, *, shared: bool = False) -> int:

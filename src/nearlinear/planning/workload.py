@@ -55,7 +55,7 @@ def read_workload(text: str, name: str = "workload") -> Workload:
         bandwidths = {str(key): float(value) for key, value in raw.get("bandwidths", {}).items()}
         called = str(raw.get("name", name))
         source = json.dumps(raw.get("source", ""))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, OverflowError, RecursionError, TypeError, KeyError, AttributeError) as error:
         what = f"has no {error}" if isinstance(error, KeyError) else str(error)
         raise InputError(f"{name}: not a graph in the format {_FORMAT}: {what}") from error
     graph = in_order(operators, tensors, name=called, training=training, source=source)

@@ -128,7 +128,7 @@ def plan(options: argparse.Namespace) -> int:
     if cluster is here:
         keep_plan(script, content, lambda what: print(f"nearlinear: {what}", file=sys.stderr))
     if options.html is not None:
-        cache.write(options.html, page(content))
+        cache.write(options.html, page(content), "name another file with --html")
     if options.json:
         print(json.dumps(_as_json(found)))
     else:

@@ -56,12 +56,17 @@ def keep(measured: Measured, env: Mapping[str, str] = os.environ) -> Path:
         InputError: The folder cannot be written to.
     """
     path = path_for(measured.hardware, env)
-    write(path, measured.to_json())
+    write(path, measured.to_json(), "set XDG_CACHE_HOME to a folder that can be written to")
     return path
 
 
-def write(path: Path, text: str) -> None:
+def write(path: Path, text: str, remedy: str = "name another file with --out") -> None:
     """Write a file, whole or not at all.
+
+    Args:
+        path: Where to.
+        text: What.
+        remedy: What a person can do where that fails.
 
     Raises:
         InputError: It cannot be written.
@@ -79,9 +84,7 @@ def write(path: Path, text: str) -> None:
                 Path(name).unlink()
             raise
     except OSError as error:
-        raise InputError(
-            f"cannot write {path} ({error.strerror}); name a file in a folder that can be written to"
-        ) from None
+        raise InputError(f"cannot write {path} ({error.strerror}); {remedy}") from None
 
 
 def known_devices(env: Mapping[str, str] = os.environ) -> list[Device]:

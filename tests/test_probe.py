@@ -28,7 +28,8 @@ from nearlinear.core.cluster import Cluster, Crowd, Exchange, Link
 from nearlinear.errors import InputError, NearlinearError, PeerLostError
 from nearlinear.launch.environment import free_port
 from nearlinear.measure import cache, rounds
-from nearlinear.measure.hardware import Hardware, Others, here
+from nearlinear.measure.crowds import measure_crowds, wanted_and_there, within_cores
+from nearlinear.measure.hardware import Hardware, Others, Place, here, place
 from nearlinear.measure.islands import islands_of
 from nearlinear.measure.link import fit_alpha_beta
 from nearlinear.measure.meeting import Star
@@ -369,6 +370,55 @@ def test_a_probe_gives_all_ranks_the_same_cluster() -> None:
     assert [each.busy for each in cluster.crowds] == [2]
     assert Measured.from_json(one.to_json()) == one
     assert Cluster.from_json(one.to_json()) == cluster
+
+
+# ---- crowds
+
+
+def test_ranks_that_bring_no_cores_get_no_more_done_than_those_who_had_them() -> None:
+    shown = [Crowd(2, 0.9, 0.8), Crowd(4, 0.57, 0.62)]  # 4 x 0.57 and 4 x 0.62 of a core's speed, on two cores
+    two_cores = [Place("vm", (rank % 2,), 1) for rank in range(4)]
+    assert within_cores(shown, two_cores) == (Crowd(2, 0.9, 0.8), Crowd(4, 0.45, 0.4))
+    unpinned = [Place("vm", (0, 1), 2) for _ in range(4)]
+    assert within_cores(shown, unpinned) == (Crowd(2, 0.5, 0.5), Crowd(4, 0.25, 0.25))
+    for apart in ([Place(f"vm{rank}", (0,), 1) for rank in range(4)], [Place("vm", (rank,), 1) for rank in range(4)]):
+        assert within_cores(shown, apart) == tuple(shown)
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.sets(st.integers(0, 3), min_size=1), st.integers(1, 4))))
+def test_no_more_cores_are_there_than_are_wanted(ranks: list[tuple[str, set[int], int]]) -> None:
+    wanted, there = wanted_and_there([Place(machine, sorted(cores), threads) for machine, cores, threads in ranks])
+    assert 0 <= there <= wanted
+    assert there <= len({(machine, core) for machine, cores, _ in ranks for core in cores})
+
+
+def test_containers_of_one_machine_are_known_to_share_its_cores() -> None:
+    one, other = (place(Hardware(host, "a processor", 2, 8e9, "1")) for host in ("container1", "container2"))
+    assert one.threads == 1
+    assert list(one.cores) == sorted(os.sched_getaffinity(0) if sys.platform == "linux" else range(2))
+    if Path("/proc/sys/kernel/random/boot_id").exists():
+        assert one == other
+
+
+def test_windows_at_once_are_held_against_windows_alone() -> None:
+    alone = Speed({"float32": 1e10}, 40e9, {"float32": 512})
+
+    def act(world: World) -> tuple[tuple[Crowd, ...], ...]:
+        meeting = Star(world, 60.0)
+        try:
+            shared, apart = [Place("vm", (0,), 1)] * 2, [Place("vm", (rank,), 1) for rank in range(2)]
+            return tuple(measure_crowds(meeting, Quick(), [alone] * 2, places) for places in (shared, apart))
+        finally:
+            meeting.close()
+
+    one, other = together(2, act)
+    assert one == other
+    (shared,), (apart,) = one
+    # What these ranks do takes time and no processor, so they do not disturb each other; yet on one core they would.
+    assert 0.6 < apart.compute <= 1.0
+    assert 0.6 < apart.memory <= 1.0
+    assert 0.3 < shared.compute <= 0.5
+    assert 0.3 < shared.memory <= 0.5
 
 
 # ---- emulated links

@@ -17,6 +17,8 @@ from nearlinear.core.forecast import Forecast, Point
 from nearlinear.core.graph import Graph, Operator, Tensor
 from nearlinear.core.schedule import one_f_one_b
 from nearlinear.errors import InputError
+from nearlinear.measure.crowds import within_cores
+from nearlinear.measure.hardware import Place
 from nearlinear.planning import overlap
 from nearlinear.planning.batch import NoiseScale, local_penalty, noise_scale
 from nearlinear.planning.choice import LEVEL, Planner
@@ -253,7 +255,8 @@ def test_a_faster_link_never_makes_the_forecast_worse(layers, forward, weights, 
             Planner(work, machines(4, latency, speed), ("data", "sharded")).rank(devices)[0].seconds
             for speed in (bandwidth, bandwidth * factor)
         )
-        assert fast <= slow * (1 + 1e-9)
+        # Of ways that are level the simplest is taken, which may be a little slower than the one it was level with.
+        assert fast <= slow * LEVEL * (1 + 1e-9)
 
 
 @settings(max_examples=25, deadline=None)
@@ -504,6 +507,23 @@ def test_devices_that_crowd_each_other_compute_more_slowly():
     assert both.update == pytest.approx(alone.update / 0.25)
 
 
+SHARES = st.floats(0.05, 1.0)
+
+
+@given(SHARES, SHARES, SHARES, SHARES, st.floats(0.0, 1e12), st.floats(0.0, 1e-2))
+def test_processes_beyond_the_cores_never_compute_faster(compute, memory, of_four, memory_of_four, flop, launch):
+    places = [Place("vm", (rank % 2,), 1) for rank in range(4)]
+    crowds = within_cores([Crowd(2, compute, memory), Crowd(4, of_four, memory_of_four)], places)
+    cluster = dataclasses.replace(machines(4), crowds=crowds)
+    graph = row()
+    operators = tuple(dataclasses.replace(each, flop=flop / 8) for each in graph.operators)
+    work = Work(dataclasses.replace(graph, operators=operators), batch=48, launch=launch)
+    two, three, four = (predict(Way("data", devices), work, cluster) for devices in (2, 3, 4))
+    for more in (three, four):
+        assert more.compute >= two.compute * (1 - 1e-9)
+        assert more.update >= two.update * (1 - 1e-9)
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 6), st.floats(1e6, 1e8), st.floats(1e6, 1e9), st.floats(1e8, 1e10), st.floats(1.0, 10.0))
 def test_more_memory_never_makes_the_forecast_worse(layers, weights, kept, memory, factor):
@@ -515,4 +535,4 @@ def test_more_memory_never_makes_the_forecast_worse(layers, weights, kept, memor
         )
         assert more.fits >= less.fits
         if less.fits:
-            assert more.seconds <= less.seconds * (1 + 1e-9)
+            assert more.seconds <= less.seconds * LEVEL * (1 + 1e-9)  # of level ways the simplest that now fits

@@ -1,16 +1,20 @@
 """Forecasting the step time of data parallel training on this machine, and measuring it: three models, five links.
 
-    python benchmarks/forecast/here.py             all of it, about a quarter of an hour; emulated links need root
+    python benchmarks/forecast/here.py             all of it, about 20 minutes; emulated links need root
+    python benchmarks/forecast/here.py --links loopback "1 Gbit/s"       some links, four minutes each; --models, too
     python benchmarks/forecast/here.py --quick     two links and short blocks, for a look
 
 Every process has one thread; rank r runs on core r modulo the number of cores. For each link, in this order:
 
+    profile     one process trains on the shares (below)
     probe       `nearlinear probe` on four processes writes its cluster file
-    forecast    from that file and a profile of the model in one process (below): seconds per step on 1, 2, 4 processes
+    forecast    from these two: seconds per step on 1, 2, 4 processes
     measure     the same steps, by torch's DistributedDataParallel and by nearlinear
 
 The profile is one process that trains on the shares (a whole batch, half, a quarter): seconds of the forward pass, of
 the optimizer, and in the backward pass the moment at which each gradient is ready. No exchange, no second process.
+Everything is measured per link, one process too, since a machine's speed drifts: in 17 minutes the products of one idle
+core went from 45 to 72 GFLOP/s, and what lies minutes apart cannot be compared.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -53,6 +57,7 @@ LINKS = {
 }
 MODELS = ("mlp", "gpt", "cnn")
 RIVALS = ("ddp", "nearlinear")
+ALONE = "one process"
 PROCESSES = (1, 2, 4)
 PAYS = 0.03  # share of the speed that more processes must bring to be worth it
 DEADLINE_S = 400.0
@@ -89,24 +94,23 @@ class Profile:
     buffers: int
 
 
-def forecast(profile: Profile, cluster: Cluster, processes: int, rival: str) -> float:
+def forecast(profiles: Mapping[int, Profile], cluster: Cluster, processes: int, rival: str) -> float:
     """Return the seconds of a step.
 
     Args:
-        profile: Of the model on this share of the batch.
+        profiles: Of the model, by the number of processes among which its batch is shared.
         cluster: As `nearlinear probe` wrote it.
         processes: Ranks that train, the first of the cluster.
         rival: ``"ddp"``, ``"nearlinear"``, or ``"plain"``: nothing is exchanged.
     """
+    profile = profiles[processes]
     if processes == 1:
         return profile.forward + profile.backward + profile.update
     device, crowd = cluster.devices[0], cluster.crowd(processes)
     all_reduce, broadcast = (cluster.exchange(kind, processes) for kind in ("all_reduce", "broadcast"))
     if all_reduce is None or broadcast is None:
         raise SystemExit(f"the cluster file has no all-reduce among {processes}; probe with so many processes")
-    # What part of the passes is multiplying, and what part moves memory: each suffers its own crowd.
-    multiplying = min(1.0, profile.flop / device.flops["float32"] / (profile.forward + profile.backward))
-    slow = multiplying / crowd.compute + (1 - multiplying) / crowd.memory
+    slow = _passes(profiles, cluster, processes) / (profile.forward + profile.backward)
     copy = 2.0 / (device.memory_bandwidth * crowd.memory)  # seconds per byte read and written
     if rival == "plain":
         return (profile.forward + profile.backward) * slow + profile.update / crowd.memory
@@ -120,6 +124,25 @@ def forecast(profile: Profile, cluster: Cluster, processes: int, rival: str) -> 
     if rival == "ddp":
         step += sum(message.bytes for message in messages) * copy  # from the buckets back into the gradients
     return step + profile.update / crowd.memory
+
+
+def _passes(profiles: Mapping[int, Profile], cluster: Cluster, processes: int) -> float:
+    """Return the seconds of both passes while all processes work, without any exchange.
+
+    A process alone keeps more of a small share in the cache than it can beside others, who want the cache for theirs.
+    So its profile flatters processes that share cores; they are not faster than as many as have a core each, whose
+    caches hold the same samples.
+    """
+
+    def crowded(number: int) -> float:
+        profile, device, crowd = profiles[number], cluster.devices[0], cluster.crowd(number)
+        alone = profile.forward + profile.backward
+        # What part of the passes is multiplying, and what part moves memory: each suffers its own crowd.
+        multiplying = min(alone, profile.flop / device.flops["float32"])
+        return multiplying / crowd.compute + (alone - multiplying) / crowd.memory
+
+    together = {number: number * cluster.crowd(number).compute for number in profiles if number <= processes}
+    return max(crowded(number) for number in together if together[number] >= together[processes])
 
 
 def _messages(profile: Profile, all_reduce: Exchange, rival: str) -> list[Message]:
@@ -361,12 +384,14 @@ def _wait_until_quiet(patience_s: float) -> None:
     cores.wait_until_quiet(os.sched_getaffinity(0), time.monotonic() + patience_s)
 
 
-def _probe(count: int, network: Network | None, patience_s: float) -> Cluster:
+def _probe(count: int, network: Network | None, patience_s: float) -> dict[str, Any]:
+    """Return the cluster file that `nearlinear probe` writes."""
     _wait_until_quiet(patience_s)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cluster.json"
         _run([sys.executable, "-m", "nearlinear.cli.probe_rank", str(path)], count, network)
-        return Cluster.from_json(path.read_text())
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
 
 
 def _end(process: subprocess.Popen[Any]) -> None:
@@ -411,49 +436,34 @@ def main() -> None:
     links = [link for link in args.links if link == LOOPBACK or reason is None]
     if links != args.links:
         _say(f"NOT MEASURED: {', '.join(set(args.links) - set(links))}: {reason}")
-    _say(f"profile of {', '.join(args.models)} in one process")
-    profiles = {
-        (each["model"], each["processes"]): _profile(each["profile"]) for each in _role("profile", options, 1, None)
-    }
-    rows: list[dict[str, Any]] = []
-    clusters = {}
+    record: dict[str, Any] = {"machine": _machine(), "rows": [], "clusters": {}, "profiles": []}
     for link in links:
         with _network(link) as network:
+            _say(f"{link}: profile of {', '.join(args.models)} in one process ({time.monotonic() - began:.0f} s)")
+            for found in _role("profile", options, 1, None):
+                known = {"link": link, "model": found["model"], "processes": found["processes"]}
+                record["profiles"].append(known | found["profile"])
             _say(f"{link}: probe ({time.monotonic() - began:.0f} s)")
-            clusters[link] = _probe(max(PROCESSES), network, args.patience)
+            record["clusters"][link] = _probe(max(PROCESSES), network, args.patience)
+            profiles, cluster = _known(record, link)
             predicted = {
-                (model, processes, rival): forecast(profiles[model, processes], clusters[link], processes, rival)
+                (model, processes, rival): forecast(profiles[model], cluster, processes, rival)
                 for model in args.models
                 for processes in PROCESSES
-                for rival in options["rivals"]
+                for rival in (options["rivals"] if processes > 1 else ["plain"])
             }
-            for processes in PROCESSES[1:]:
+            for processes in PROCESSES:
                 _say(f"{link}: measuring {processes} processes ({time.monotonic() - began:.0f} s)")
-                for found in _role("measure", options, processes, network):
+                for found in _role("measure", options, processes, network if processes > 1 else None):
                     for rival, blocks in found["blocks"].items():
-                        rows.append(
+                        record["rows"].append(
                             {
-                                "model": found["model"], "link": link, "processes": processes, "rival": rival,
-                                "forecast": predicted[found["model"], processes, rival], "blocks": blocks,
-                                "others": found["others"],
+                                "model": found["model"], "link": link, "processes": processes,
+                                "rival": rival if processes > 1 else ALONE, "blocks": blocks, "others": found["others"],
+                                "forecast": predicted[found["model"], processes, rival],
                             }
                         )  # fmt: skip
-    _say(f"measuring 1 process ({time.monotonic() - began:.0f} s)")
-    for found in _role("measure", options, 1, None):
-        rows.append(
-            {
-                "model": found["model"], "link": "", "processes": 1, "rival": "one process",
-                "forecast": forecast(profiles[found["model"], 1], next(iter(clusters.values())), 1, "ddp"),
-                "blocks": found["blocks"]["plain"], "others": found["others"],
-            }
-        )  # fmt: skip
-    record = {
-        "machine": _machine(),
-        "rows": rows,
-        "clusters": {link: json.loads(cluster.to_json()) for link, cluster in clusters.items()},
-        "profiles": [{"model": model, "processes": n, **_plain(p)} for (model, n), p in profiles.items()],
-        "seconds": round(time.monotonic() - began),
-    }
+    record["seconds"] = round(time.monotonic() - began)
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(record, indent=1))
@@ -461,23 +471,23 @@ def main() -> None:
     print(report(record))
 
 
-def _plain(profile: Profile) -> dict[str, Any]:
-    return {name: getattr(profile, name) for name in Profile.__slots__}
-
-
-def _profile(raw: dict[str, Any]) -> Profile:
-    made = {name: tuple(raw[name]) if isinstance(raw[name], list) else raw[name] for name in Profile.__slots__}
-    return Profile(**made)
+def _known(record: dict[str, Any], link: str) -> tuple[dict[str, dict[int, Profile]], Cluster]:
+    """Return what is known of a link before anything runs over it: the profiles of every model, and the cluster."""
+    profiles: dict[str, dict[int, Profile]] = {}
+    for raw in record["profiles"]:
+        if raw["link"] == link:
+            made: dict[str, Any] = {name: raw[name] for name in Profile.__slots__}
+            made |= {"ready": tuple(raw["ready"]), "sizes": tuple(raw["sizes"])}
+            profiles.setdefault(raw["model"], {})[raw["processes"]] = Profile(**made)
+    return profiles, Cluster.from_json(json.dumps(record["clusters"][link]))
 
 
 def forecast_again(record: dict[str, Any]) -> dict[str, Any]:
     """Return the record with the forecasts that this code makes from its profiles and cluster files."""
-    profiles = {(each["model"], each["processes"]): _profile(each) for each in record["profiles"]}
-    clusters = {link: Cluster.from_json(json.dumps(raw)) for link, raw in record["clusters"].items()}
+    known = {link: _known(record, link) for link in record["clusters"]}
     for row in record["rows"]:
-        cluster = clusters[row["link"] or next(iter(clusters))]
-        processes = row["processes"]
-        row["forecast"] = forecast(profiles[row["model"], processes], cluster, processes, row["rival"])
+        profiles, cluster = known[row["link"]]
+        row["forecast"] = forecast(profiles[row["model"]], cluster, row["processes"], row["rival"])
     return record
 
 
@@ -524,12 +534,12 @@ def report(record: dict[str, Any]) -> str:
 
 def best_numbers(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return, per model, link and rival, the number of processes the forecast stops at and what that loses."""
-    one = {row["model"]: row for row in rows if row["processes"] == 1}
+    one = {(row["model"], row["link"]): row for row in rows if row["rival"] == ALONE}
     cells: dict[tuple[str, str, str], dict[int, dict[str, Any]]] = {}
     for row in rows:
         if row["processes"] > 1:
             key = (row["model"], row["link"], row["rival"])
-            cells.setdefault(key, {1: one[row["model"]]})[row["processes"]] = row
+            cells.setdefault(key, {1: one[row["model"], row["link"]]})[row["processes"]] = row
     found = []
     for (model, link, rival), each in cells.items():
         quickest = min(row["forecast"] for row in each.values())

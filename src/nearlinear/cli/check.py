@@ -10,6 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from nearlinear.cli.run import add_counts, asked_for
 from nearlinear.cli.status import status
 from nearlinear.core.plan import STRATEGIES
 from nearlinear.errors import InputError
@@ -32,6 +33,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("-n", type=int, default=2, metavar="N", help="processes to compare with one (default: 2)")
     parser.add_argument("--steps", type=int, default=5, metavar="K", help="optimizer steps (default: 5)")
     parser.add_argument("--strategy", choices=("auto", *STRATEGIES), metavar="S", help="wins over the script's")
+    add_counts(parser)
     parser.add_argument("--float64", action="store_true", help="compute in float64, where rounding is no excuse")
     parser.add_argument("--timeout", type=parse_seconds, default=600.0, metavar="T", help="of a run (default: 10 min)")
     # One argument for both: argparse would take a -- away from between them.
@@ -57,7 +59,7 @@ def check(options: argparse.Namespace) -> int:
                 n=options.n,
                 steps=options.steps,
                 float64=options.float64,
-                env={} if options.strategy is None else {"NEARLINEAR_STRATEGY": options.strategy},
+                env=asked_for(options),
                 timeout_s=options.timeout,
                 say=say,
             )

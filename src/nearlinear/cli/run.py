@@ -33,6 +33,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("-n", type=_positive, metavar="N", help="processes on this machine (default: 1)")
     parser.add_argument("--strategy", type=_strategy, metavar="S", help=f"one of {_STRATEGIES}; wins over the script's")
+    add_counts(parser)
     parser.add_argument("--port", type=_port, metavar="P", help="port at which the ranks meet (default: a free one)")
     parser.add_argument("--nnodes", type=_positive, metavar="M", help="number of machines; run the command on each")
     parser.add_argument("--rdzv", metavar="HOST:PORT", help="where the machines meet; HOST is one of them")
@@ -47,6 +48,18 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(call=run)
 
 
+def add_counts(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how a pipeline is made."""
+    parser.add_argument("--stages", type=_positive, metavar="S", help="stages of a pipeline (N / S replicas of it)")
+    parser.add_argument("--microbatches", type=_positive, metavar="M", help="pieces of a batch in a pipeline")
+
+
+def asked_for(options: argparse.Namespace) -> dict[str, str]:
+    """Return what the command line asks of ``distribute``, as it is told by the environment."""
+    asked = {name: getattr(options, name) for name in ("strategy", "stages", "microbatches")}
+    return {f"NEARLINEAR_{name.upper()}": str(value) for name, value in asked.items() if value is not None}
+
+
 def run(options: argparse.Namespace) -> int:
     """Run the script and return the exit code.
 
@@ -57,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     _check_machines(options)
     _check_script(script)
     _check_record(options)
-    env = {} if options.strategy is None else {"NEARLINEAR_STRATEGY": options.strategy}
+    env = asked_for(options)
     if options.nnodes is not None:
         run_elastic(script, options.n or 1, options.nnodes, options.rdzv, options.node_rank, env)
     if options.n in (None, 1) and options.record in (None, "none"):

@@ -264,17 +264,20 @@ class Cluster:
     def crowd(self, busy: int) -> Crowd:
         """Return how fast each of the first ``busy`` devices is while they all work.
 
-        Between two measured numbers the loss grows evenly; beyond the last it stays.
+        Between two measured numbers what all get done together changes evenly, so that a number between two that fill
+        the same cores does no more than they do; beyond the last each device's share stays.
         """
         known = [Crowd(1, 1.0, 1.0), *(each for each in self.crowds if each.busy > 1)]
         below = max((each for each in known if each.busy <= busy), key=lambda each: each.busy, default=known[0])
         above = min((each for each in known if each.busy > busy), key=lambda each: each.busy, default=below)
-        part = (busy - below.busy) / max(above.busy - below.busy, 1)
-        return Crowd(
-            busy,
-            below.compute + part * (above.compute - below.compute),
-            below.memory + part * (above.memory - below.memory),
-        )
+        if above is below:
+            return dataclasses.replace(below, busy=busy)
+        part = (busy - below.busy) / (above.busy - below.busy)
+
+        def share(low: float, high: float) -> float:
+            return ((1 - part) * below.busy * low + part * above.busy * high) / busy
+
+        return Crowd(busy, share(below.compute, above.compute), share(below.memory, above.memory))
 
     def exchange(self, kind: str, ranks: int) -> Exchange | None:
         """Return the operation as measured among the first ``ranks`` devices, or ``None`` where it was not."""
@@ -297,12 +300,13 @@ class Cluster:
         place = {n: index for index, n in enumerate(n for n, devices in kept if devices)}
         islands = tuple(Island(devices, self.islands[n].link) for n, devices in kept if devices)
         pairs = tuple((place[a], place[b], link) for a, b, link in self.pairs if a in place and b in place)
+        crowds = tuple(each for each in self.crowds if each.busy < count)
         return dataclasses.replace(
             self,
             devices=self.devices[:count],
             islands=islands,
             pairs=pairs,
-            crowds=tuple(each for each in self.crowds if each.busy <= count),
+            crowds=(*crowds, self.crowd(count)) if self.crowds and count > 1 else crowds,
             exchanges=tuple(each for each in self.exchanges if each.ranks <= count),
         )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from nearlinear.errors import InputError
 from nearlinear.units import size
 
-STRATEGIES = ("data",)
+STRATEGIES = ("data", "sharded", "pipeline")
 COMPRESSIONS = (None, "bf16")
 
 
@@ -18,11 +18,15 @@ class Plan:
     """How a model is trained.
 
     Args:
-        strategy: ``"data"``: every rank holds the model and takes a share of each batch.
+        strategy: ``"data"``: every rank holds the model and takes a share of each batch. ``"sharded"``: it holds a part
+            of every parameter. ``"pipeline"``: it holds one stage of the model, through which the batch passes in
+            microbatches.
         compress: ``"bf16"`` halves a float32 gradient's bytes on the wire and changes the numbers; ``None`` sends
             gradients as they are.
         bucket_bytes: Bytes of gradient per message; ``None`` chooses them from the measured link.
         check_every: Optimizer steps between two comparisons of the replicas' parameters.
+        stages: Stages of a pipeline; with S stages on N ranks there are N / S replicas of it. ``None``: as many as ranks.
+        microbatches: Pieces of a batch in a pipeline; ``None``: four per stage, of two samples at least.
 
     Raises:
         InputError: A field has a value outside its range.
@@ -36,6 +40,8 @@ class Plan:
     compress: str | None = None
     bucket_bytes: int | None = None
     check_every: int = 100
+    stages: int | None = None
+    microbatches: int | None = None
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -46,11 +52,37 @@ class Plan:
             raise InputError(f"bucket_bytes is {self.bucket_bytes}; it must be at least 1, or None to measure")
         if self.check_every < 1:
             raise InputError(f"check_every is {self.check_every}; it must be at least 1 step")
+        for name in ("stages", "microbatches"):
+            value = getattr(self, name)
+            if value is not None and self.strategy != "pipeline":
+                raise InputError(f"{name} is {value}, and strategy {self.strategy!r} has none; ask for 'pipeline'")
+            if value is not None and value < 1:
+                raise InputError(f"{name} is {value}; it must be at least 1")
 
     def __str__(self) -> str:
+        compared = f"replicas compared every {self.check_every} steps"
+        if self.strategy == "pipeline":
+            stages = f"{self.stages} stages" if self.stages else "one stage per rank"
+            micro = f"{self.microbatches} microbatches" if self.microbatches else "four microbatches per stage"
+            return f"pipeline, {stages}, {micro}, {compared}"
+        if self.strategy == "sharded":
+            return f"sharded parameters, {compared}"
         wire = "bf16 on the wire, " if self.compress else ""
         buckets = size(self.bucket_bytes) + " buckets" if self.bucket_bytes else "bucket size from the measured link"
-        return f"{self.strategy} parallel, {wire}{buckets}, replicas compared every {self.check_every} steps"
+        return f"{self.strategy} parallel, {wire}{buckets}, {compared}"
+
+    def stages_on(self, ranks: int) -> int:
+        """Return how many of ``ranks`` ranks share one copy of the model: 1 but for pipelines on several ranks.
+
+        Raises:
+            InputError: The ranks do not divide into whole pipelines.
+        """
+        if self.strategy != "pipeline" or ranks == 1:
+            return 1
+        stages = self.stages or ranks
+        if ranks % stages:
+            raise InputError(f"{stages} stages on {ranks} ranks leave some over; start a multiple of {stages} processes")
+        return stages
 
     def to_json(self) -> str:
         """Return the plan as a JSON object."""

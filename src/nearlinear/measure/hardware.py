@@ -10,7 +10,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,32 @@ class Hardware:
     def from_dict(cls, raw: Mapping[str, Any]) -> Hardware:
         """Return what ``to_dict`` gave."""
         return cls(**{**raw, "gpus": tuple(raw["gpus"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank computes, to tell which ranks share cores: those of one machine may do so in several containers.
+
+    Args:
+        machine: The running system, whatever its processes call it.
+        cores: Numbers of those that this process may use.
+        threads: That it computes with.
+    """
+
+    machine: str
+    cores: Sequence[int]
+    threads: int
+
+
+def place(hardware: Hardware) -> Place:
+    """Return where this process computes."""
+    machine = hardware.host
+    with contextlib.suppress(OSError):
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    listed = hasattr(os, "sched_getaffinity")
+    cores = tuple(sorted(os.sched_getaffinity(0))) if listed else tuple(range(hardware.cores))
+    threads = hardware.threads.partition(",")[0]  # "4,2": 4, and 2 in loops within loops
+    return Place(machine, cores, int(threads) if threads.isdigit() and int(threads) > 0 else len(cores))
 
 
 def here(env: Mapping[str, str] = os.environ) -> Hardware:

@@ -1,7 +1,7 @@
 """Measuring the devices and links of a run, all ranks together, and turning what was found into a cluster.
 
     1  speed        the first rank of every machine computes alone: products per dtype, copies
-    2  crowds       the first 2, 4, ... ranks compute at once
+    2  crowds       the first 2, 4, ... ranks compute at once (crowds.py)
     3  pairs        messages between two ranks: latency and bandwidth each way, both ways at once, several streams
     4  at once      several pairs between two islands: do they share a link?
     5  exchanges    what data parallel runs over: all-reduce and broadcast among the first 2, 4, ... ranks
@@ -25,16 +25,14 @@ from typing import Protocol
 from nearlinear.core.cluster import Cluster, Crowd, Device, Exchange
 from nearlinear.errors import InputError
 from nearlinear.measure import rounds
-from nearlinear.measure.hardware import Hardware, Others
+from nearlinear.measure.crowds import doublings, measure_crowds
+from nearlinear.measure.hardware import Hardware, Others, Place, place
 from nearlinear.measure.islands import Pair, islands_of
 from nearlinear.measure.links import measure_links
 from nearlinear.measure.meeting import Meeting
 from nearlinear.measure.messages import Both
-from nearlinear.measure.speed import Computer, Speed, measure_copy, measure_product, measure_speed
+from nearlinear.measure.speed import Computer, Speed, measure_speed
 from nearlinear.measure.wire import Wire
-
-CROWD_DTYPE = "float32"
-CROWD_S = 0.4
 
 
 class Collectives(Protocol):
@@ -183,17 +181,20 @@ def probe(
         PeerLostError: A rank died, hung up, or did not answer within the deadline.
     """
     began, clock = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), time.monotonic()
-    everyones = meeting.all_gather_json([hardware.to_dict(), computer.name, computer.memory], "the start of the probe")
+    where = _place(computer, hardware, meeting.rank)
+    own = [hardware.to_dict(), computer.name, computer.memory, dataclasses.asdict(where)]
+    everyones = meeting.all_gather_json(own, "the start of the probe")
     everyone = tuple(Hardware.from_dict(each[0]) for each in everyones)
     hosts = [each.host for each in everyone]
     say("devices")
-    speeds, crowds, others = _speeds(meeting, computer, hosts)
+    speeds, others = _speeds(meeting, computer, hosts)
+    crowds = measure_crowds(meeting, computer, speeds, [Place(**each[3]) for each in everyones])
     pairs: dict[Pair, Both] = {}
     at_once: dict[Pair, float] = {}
     exchanges: list[Exchange] = []
     if meeting.size > 1:
         pairs, at_once = measure_links(meeting, hosts, address=address, deadline_s=deadline_s, wire=wire, say=say)
-        for ranks in _doublings(meeting.size):
+        for ranks in doublings(meeting.size):
             if collectives is not None:
                 say(f"collective operations among {ranks}")
                 exchanges += collectives.measure(ranks)
@@ -212,15 +213,14 @@ def probe(
     )
 
 
-def _doublings(size: int) -> list[int]:
-    """Return 2, 4, 8, ... and ``size`` itself."""
-    return [*(2**k for k in range(1, size.bit_length()) if 2**k < size), size] if size > 1 else []
+def _place(computer: Computer, hardware: Hardware, rank: int) -> Place:
+    """Return where a rank computes; a GPU counts as a core that is this rank's alone."""
+    here = place(hardware)
+    return here if computer.name == "cpu" else Place(here.machine, (rank,), 1)
 
 
-def _speeds(
-    meeting: Meeting, computer: Computer, hosts: Sequence[str]
-) -> tuple[tuple[Speed, ...], tuple[Crowd, ...], float]:
-    """Measure every device alone, then the first 2, 4, ... at once; and how busy others kept the processors."""
+def _speeds(meeting: Meeting, computer: Computer, hosts: Sequence[str]) -> tuple[tuple[Speed, ...], float]:
+    """Measure every device alone, and how busy others kept the processors."""
     members = rounds.ranks_of(hosts)
     first = {rank: ranks[0] for ranks in members.values() for rank in ranks}
     # Ranks that share a processor are one device to measure; GPUs are one each, and do not disturb each other.
@@ -236,17 +236,4 @@ def _speeds(
             others = watch.share() if computer.name == "cpu" else 0.0
     found_by = meeting.all_gather_json([own and dataclasses.asdict(own), others], "the speeds of the devices")
     speeds = tuple(Speed(**(found_by[rank][0] or found_by[first[rank]][0])) for rank in range(meeting.size))
-    mine = speeds[meeting.rank]
-    crowds = []
-    for busy in _doublings(meeting.size):
-        meeting.all_gather_json(None, "measuring devices at once")
-        rates = None
-        if meeting.rank < busy:
-            rates = [
-                measure_product(computer, CROWD_DTYPE, mine.sizes[CROWD_DTYPE], CROWD_S) / mine.flops[CROWD_DTYPE],
-                measure_copy(computer, CROWD_S) / mine.memory_bandwidth,
-            ]
-        found = [each for each in meeting.all_gather_json(rates, "measuring devices at once") if each is not None]
-        compute, memory = (min(1.0, mean(each[part] for each in found)) for part in range(2))
-        crowds.append(Crowd(busy, round(compute, 4), round(memory, 4)))
-    return speeds, tuple(crowds), round(max(each[1] for each in found_by), 3)
+    return speeds, round(max(each[1] for each in found_by), 3)

@@ -104,18 +104,27 @@ def measure_copy(computer: Computer, seconds: float = 0.25) -> float:
     size = COPY_BYTES
     copy = computer.copy(size)
     copy()
-    if 2 * size / min(_timed(copy, 3)) > 1e12:
+    if copy_bytes(2 * size / min(_timed(copy, 3))) > size:
         size = COPY_BYTES_LARGE
         copy = computer.copy(size)
         copy()
     return 2.0 * size / median(_for(copy, seconds))
 
 
-def measure_product(computer: Computer, dtype: str, n: int, seconds: float) -> float:
-    """Return the floating-point operations per second of products of one size."""
-    product = computer.product(dtype, n)
-    product()
-    return 2.0 * n**3 / median(_for(product, seconds))
+def copy_bytes(bandwidth: float) -> int:
+    """Return the bytes of a copy that is a large one for a device of this memory bandwidth, in bytes per second."""
+    return COPY_BYTES_LARGE if bandwidth > 1e12 else COPY_BYTES
+
+
+def count_while(action: Callable[[], None], seconds: float, around: float) -> float:
+    """Return how often per second an action is done, while it is done for ``around`` seconds before and after, too."""
+    _for(action, around, least=1)
+    began, done = time.perf_counter(), 0
+    while (took := time.perf_counter() - began) < seconds or done == 0:
+        action()
+        done += 1
+    _for(action, around, least=1)
+    return done / took
 
 
 def _timed(action: Callable[[], None], times: int) -> list[float]:
@@ -127,8 +136,8 @@ def _timed(action: Callable[[], None], times: int) -> list[float]:
     return taken
 
 
-def _for(action: Callable[[], None], seconds: float) -> list[float]:
-    taken = _timed(action, 3)
+def _for(action: Callable[[], None], seconds: float, least: int = 3) -> list[float]:
+    taken = _timed(action, least)
     until = time.perf_counter() + seconds - sum(taken)
     while time.perf_counter() < until:
         taken += _timed(action, 1)

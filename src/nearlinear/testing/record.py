@@ -17,7 +17,7 @@ import contextlib
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,8 @@ class Step:
 
     Args:
         losses: By rank: ``(loss, scale)`` of each backward pass since the step before. ``scale`` is what the rank's
-            gradients were multiplied by, so the run's loss is the sum over the ranks of ``scale * loss``.
+            gradients were multiplied by, so the run's loss is the sum over the ranks of ``scale * loss``. Of a
+            pipeline's ranks, which all have the same loss, the first is here.
         gradients: By parameter: the gradient of the whole batch, before the script changed it (clipping).
         parameters: By name: the parameters that the optimizer holds, after the step.
         samples: Samples of the whole batches that came in.
@@ -101,7 +102,7 @@ class Record:
         plain = zero["models"] <= 1
         steps = tuple(
             Step(
-                losses=tuple(_pairs(rank["steps"], number) for rank in ranks),
+                losses=tuple(_pairs(rank["steps"], number) for rank in ranks if rank["counts"]),
                 gradients=_Stored(folder / f"step-{number}.npz", "gradient", plain),
                 parameters=_Stored(folder / f"step-{number}.npz", "parameter", plain),
                 samples=step["samples"],
@@ -236,12 +237,12 @@ class Recorder:
         self._models.append(event["model"])
         self._compress = self._compress or event["compress"]
         self._streams = _streams()
+        arrays = {
+            f"parameter/{number}/{name}": array
+            for number, model in enumerate(self._models)
+            for name, array in _arrays(model.named_parameters())
+        }
         if _session().rank == 0:
-            arrays = {
-                f"parameter/{number}/{name}": _array(parameter)
-                for number, model in enumerate(self._models)
-                for name, parameter in model.named_parameters()
-            }
             _save(self._folder / "start.npz", arrays)
 
     def _on_backward(self, event: dict[str, Any]) -> None:
@@ -268,8 +269,7 @@ class Recorder:
         return noting
 
     def _on_gradients(self, event: dict[str, Any]) -> None:
-        if _session().rank == 0:
-            self._gradients.update(self._named("gradient", event["model"], event["gradients"]()))
+        self._gradients.update(self._named("gradient", event["model"], event["gradients"]()))
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         self._options = {
@@ -288,7 +288,7 @@ class Recorder:
     def _on_step(self, event: dict[str, Any]) -> None:
         if len(self._steps) == self._limit:  # the script caught it
             raise _Enough
-        session, parameters = _session(), event["parameters"]()
+        session, parameters = _session(), list(event["parameters"]())
         self._dtypes.update(_name(parameter.dtype) for _, parameter in parameters)
         for kind, names in _random_and_mixing_layers(self._models).items():
             self._layers[kind].update(dict.fromkeys(names))
@@ -305,8 +305,8 @@ class Recorder:
                 "drawn": [name for name, state in self._streams.items() if state != before.get(name)],
             }
         )
+        arrays = self._gradients | self._named("parameter", event["model"], parameters)
         if session.rank == 0:
-            arrays = self._gradients | self._named("parameter", event["model"], parameters)
             _save(self._folder / f"step-{len(self._steps)}.npz", arrays)
         self._losses, self._gradients = [], {}
         if len(self._steps) == self._limit:
@@ -315,11 +315,11 @@ class Recorder:
     def _named(self, kind: str, model: int, tensors: Any) -> dict[str, NDArray[Any]]:
         arrays: dict[str, NDArray[Any]] = {}
         number = self._numbers.setdefault(model, len(self._numbers))
-        for name, tensor in tensors:
+        for name, array in _arrays(tensors):
             key = f"{kind}/{number}/{name}"
             while key in arrays:  # two models under one optimizer
                 key += "'"
-            arrays[key] = _array(tensor)
+            arrays[key] = array
         return arrays
 
     def _write(self) -> None:
@@ -329,6 +329,7 @@ class Recorder:
         dtypes = self._dtypes if self._dtypes == {"float64"} else self._dtypes | self._autocast
         record = {
             "ranks": ranks,
+            "counts": session is None or rank % (session.size // session.parts) == 0,
             "steps": self._steps,
             "models": len(self._models),
             "distributed": bool(self._models),
@@ -345,6 +346,17 @@ def _session() -> Any:
     from nearlinear.torch import session
 
     return session()
+
+
+def _arrays(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, NDArray[Any]]]:
+    """Yield copies of whole tensors on rank 0; all ranks take part in gathering those that are sharded, one by one."""
+    from nearlinear.torch.sharded_tensors import whole
+
+    rank = _session().rank
+    for name, tensor in tensors:
+        complete = whole(tensor, f"gathering {name}")
+        if rank == 0:
+            yield name, _array(complete)
 
 
 def _array(tensor: torch.Tensor) -> NDArray[Any]:

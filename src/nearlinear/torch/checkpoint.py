@@ -5,15 +5,17 @@
     extra.safetensors       <keyword>/<place in the value>
     state.json              the rest: which tensor is where, hyperparameters, numbers, random streams of every rank
 
-Saving, rank 0 writes and the others wait for its verdict. Loading, every rank reads and checks everything; only when
+Saving, rank 0 writes and the others wait for its verdict; of a sharded tensor they send it their rows, one tensor at a
+time, when it comes to write it. Loading, every rank reads and checks everything; only when
 all agree does any of them change anything; and if a change fails on one, all take theirs back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -21,13 +23,14 @@ from torch import nn
 
 from nearlinear.checkpoint import folder
 from nearlinear.checkpoint.documents import Json, decode, encode
-from nearlinear.checkpoint.tensors import Array
+from nearlinear.checkpoint.tensors import Array, Buffer
 from nearlinear.checkpoint.together import Alone, Change, Ranks, change_all, on_all
 from nearlinear.errors import CheckpointError, InputError
 from nearlinear.torch import random_streams
-from nearlinear.torch.arrays import array_or_none, own_tensor
+from nearlinear.torch.arrays import own_tensor
 from nearlinear.torch.model_state import few, modules_in, modules_out, parameter_names
 from nearlinear.torch.optimizer_state import optimizer_in, optimizer_out
+from nearlinear.torch.sharded_tensors import ShardedArray, array_or_none, is_sharded
 
 T = TypeVar("T")
 PathLike = str | os.PathLike[str]
@@ -61,9 +64,22 @@ def save(
     what = f"saving {os.fspath(path)}"
     positions = ranks.all_gather_json(random_streams.capture(), what)
 
+    def collect() -> tuple[dict[str, dict[str, Array]], Json]:
+        if ranks.rank == 0:
+            return _collect(model, optimizer, loader, extra or {}, positions)
+        # Of the others only sharded tensors are asked for.
+        modules = {name: value for name, value in (extra or {}).items() if isinstance(value, nn.Module)}
+        return _collect(model, optimizer, None, modules, []) if _any_sharded(model, modules) else ({}, None)
+
+    arrays, state = on_all(ranks, what, collect)
+    shared = any(isinstance(array, ShardedArray) for named in arrays.values() for array in named.values())
+
     def write() -> None:
         if ranks.rank == 0:
-            _write(path, model, optimizer, loader, extra or {}, positions)
+            with _lending(ranks, what, arrays if shared else {}) as lent:
+                folder.write(path, {**arrays, **lent}, {"state": state}, {"format": "pt"})
+        elif shared:
+            _lend(ranks, what, arrays)
 
     on_all(ranks, what, write)
 
@@ -114,9 +130,10 @@ def load(
     return values
 
 
-def _write(
-    path: PathLike, model: Any, optimizer: Any, loader: Any, extra: Mapping[str, Any], positions: list[Json]
-) -> None:
+def _collect(
+    model: Any, optimizer: Any, loader: Any, extra: Mapping[str, Any], positions: list[Json]
+) -> tuple[dict[str, dict[str, Array]], Json]:
+    """Return what is to be written; no tensor's bytes have been asked for yet."""
     modules = _modules(model)
     weights: dict[str, Array] = {}
     moments: dict[str, Array] = {}
@@ -134,8 +151,44 @@ def _write(
         "extra": {name: _extra_out(value, f"extra[{name!r}]", name, others) for name, value in extra.items()},
         "streams": positions,
     }
-    arrays = {"model": weights, "optimizer": moments, "extra": others}
-    folder.write(path, arrays, {"state": state}, {"format": "pt"})
+    return {"model": weights, "optimizer": moments, "extra": others}, state
+
+
+def _any_sharded(model: Any, modules: Mapping[str, Any]) -> bool:
+    everything = [*_modules(model).values(), *modules.values()]
+    return any(is_sharded(parameter) for module in everything for parameter in module.parameters())
+
+
+@contextlib.contextmanager
+def _lending(
+    ranks: Ranks, what: str, arrays: Mapping[str, Mapping[str, Array]]
+) -> Iterator[dict[str, dict[str, Array]]]:
+    """Yield ``arrays``, of which asking for a sharded one's bytes tells the other ranks; in the end tell them so."""
+
+    def lent(group: str, name: str, array: Array) -> Array:
+        if not isinstance(array, ShardedArray):
+            return array
+
+        def data() -> Buffer:
+            ranks.all_gather_json([group, name], what)
+            return array.data()
+
+        return Array(array.dtype, array.shape, data)
+
+    try:
+        yield {
+            group: {name: lent(group, name, array) for name, array in named.items()} for group, named in arrays.items()
+        }
+    finally:
+        if arrays:
+            ranks.all_gather_json(None, what)
+
+
+def _lend(ranks: Ranks, what: str, arrays: Mapping[str, Mapping[str, Array]]) -> None:
+    """Take part in gathering each sharded tensor that rank 0 asks for, until it says that it is over."""
+    while (asked := ranks.all_gather_json(None, what)[0]) is not None:
+        group, name = asked
+        arrays[group][name].data()
 
 
 def _prepare(

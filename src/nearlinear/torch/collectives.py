@@ -70,13 +70,17 @@ class Group:
         self.wait(self.start_all_reduce(tensor, what), what)
         return tensor
 
-    def broadcast(self, tensor: torch.Tensor, what: str) -> None:
-        """Overwrite ``tensor`` by rank 0's."""
+    def start_broadcast(self, tensor: torch.Tensor, source: int, what: str) -> Pending:
+        """Begin to overwrite ``tensor`` by that of the rank ``source``."""
         pending: Pending | None = self._guard(
-            lambda: dist.broadcast(tensor, src=0, group=self._group, async_op=True), what
+            lambda: dist.broadcast(tensor, src=source, group=self._group, async_op=True), what
         )
         assert pending is not None
-        self.wait(pending, what)
+        return pending
+
+    def broadcast(self, tensor: torch.Tensor, what: str) -> None:
+        """Overwrite ``tensor`` by rank 0's."""
+        self.wait(self.start_broadcast(tensor, 0, what), what)
 
     def all_gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
         """Return every rank's ``tensor``; all have the same shape."""

@@ -61,7 +61,7 @@ def share_out(loader: Any, session: Session, weight: Weight | None, number: int)
     fields = vars(loader)
     if isinstance(loader.dataset, IterableDataset):
         if loader.batch_size is not None:
-            fields["collate_fn"] = _ShareCollate(loader.collate_fn, session.rank, session.size)
+            fields["collate_fn"] = _ShareCollate(loader.collate_fn, session.part, session.parts)
     elif loader.batch_sampler is not None:
         fields["batch_sampler"] = _ShareSampler(loader.batch_sampler, state)
     else:
@@ -120,7 +120,7 @@ def require_shareable(loader: Any, session: Session, number: int) -> None:
     if not getattr(loader, "in_order", True):
         raise InputError(f"{what} has in_order=False, so ranks would see batches in different orders; set it to True")
     if length is not None and not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None:
-        if length < session.size:
+        if length < session.parts:
             raise InputError(
                 f"the data set of {what} has {length} samples for {session.size} ranks; start at most {max(length, 1)}"
             )
@@ -225,7 +225,7 @@ def _shared(base: type[Any]) -> type[Any]:
         # Workers that augment draw differently on each rank; a stream of data must come out the same on all.
         iterable = isinstance(self.dataset, IterableDataset)
         generator = torch.Generator()
-        generator.manual_seed(seed if iterable else derived_seed(seed, "rank", state.session.rank))
+        generator.manual_seed(seed if iterable else derived_seed(seed, "rank", state.session.part))
         vars(self)["generator"] = generator
         return _Pass(self, base.__iter__(self), _Streams(seed) if iterable and self.num_workers == 0 else None)
 
@@ -303,16 +303,16 @@ class _Pass(Iterator[Any]):
                 )
             samples = self._sizes.pop(0)
         elif self._ready_made:
-            batch, samples = split(batch, session.rank, session.size)
+            batch, samples = split(batch, session.part, session.parts)
         else:
             batch, samples = batch.content, batch.samples
         state.handed_out += 1
-        if samples < session.size:
+        if samples < session.parts:
             session.notice(
                 f"loader {state.number} has a batch of {samples} for {session.size} ranks: the others hold a filler, "
                 "which nl.mean and nl.gather leave out and sums of your own do not"
             )
-        info = Batch(samples, len(share(samples, session.rank, session.size)))
+        info = Batch(samples, len(share(samples, session.part, session.parts)))
         if state.weight is not None:
             info.weight = 0.0 if info.filler else float(state.weight(batch))
             if not 0.0 <= info.weight < math.inf:
@@ -366,9 +366,9 @@ class _ShareSampler(_OrderedSampler):
                 continue
             indices = list(batch)
             sizes.append(len(indices))
-            if session.size > 1:
+            if session.parts > 1:
                 self._state.drawn = derived_seed(self._state.drawn, *indices)
-            mine = share(len(indices), session.rank, session.size)
+            mine = share(len(indices), session.part, session.parts)
             yield indices[mine.start : mine.stop] or indices[-1:]
 
 

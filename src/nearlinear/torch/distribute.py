@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import os
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from nearlinear import events
+from nearlinear.core.cluster import Link
 from nearlinear.core.plan import STRATEGIES, Plan
 from nearlinear.errors import InputError
 from nearlinear.torch import batchnorm
@@ -23,9 +25,27 @@ from nearlinear.torch.data import require_same_batches, require_shareable, share
 from nearlinear.torch.metrics import mean, total
 from nearlinear.torch.reducer import Reducer
 from nearlinear.torch.session import Session, Weight, install_excepthook, start
-from nearlinear.torch.state import broadcast_state, require_equal, require_same_model, separate_streams
+from nearlinear.torch.state import broadcast_state, require_same_model, separate_streams
 
-_reducers: list[Reducer] = []
+
+class Combining(Protocol):
+    """What makes the gradients of one ``distribute`` call those of one process."""
+
+    names: list[str]
+    parameters: list[torch.Tensor]
+    number: int
+    samples: int
+    waited_s: float
+    link: Link | None
+
+    def before_step(self, optimizer: torch.optim.Optimizer, *, first: bool) -> None: ...
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None: ...
+
+    def compare(self, step: int) -> None: ...
+
+
+_combining: list[Combining] = []
 
 
 def distribute(
@@ -43,6 +63,8 @@ def distribute(
     session = start(named[0][1].device)
     number = session.models
     session.models += 1
+    pipelined = plan.strategy == "pipeline" and session.size > 1
+    session.arrange(plan.stages_on(session.size))
     buffers = list(model.named_buffers())
     require_same_model([*named, *buffers], session)
     for which, loader in enumerate(loaders, session.loaders):
@@ -60,7 +82,7 @@ def distribute(
     if session.size > 1:
         if number == 0:
             separate_streams(session)
-        _name_differences(model, session)
+        _name_differences(model, session, pipelined)
         if plan.compress:
             session.notice(f"{plan.compress} on the wire rounds gradients: the numbers are not those of one process")
     notes = _hook(named, model, optimizer, session, plan, number)
@@ -72,12 +94,24 @@ def distribute(
 def _plan(strategy: str | Plan) -> Plan:
     # What is asked for on the command line wins over the script.
     asked = os.environ.get("NEARLINEAR_STRATEGY")
+    counts: dict[str, Any] = {name: value for name in ("stages", "microbatches") if (value := _count(name)) is not None}
     if isinstance(strategy, Plan) and (asked is None or asked == strategy.strategy):
-        return strategy
+        return dataclasses.replace(strategy, **counts)
     name = asked or strategy
     if name != "auto" and name not in STRATEGIES:
         raise InputError(f"unknown strategy {name!r}; choose one of: auto, {', '.join(STRATEGIES)}, or a Plan")
-    return Plan()
+    if name == "auto":
+        name = "pipeline" if counts else "data"
+    return Plan(str(name), **counts)
+
+
+def _count(name: str) -> int | None:
+    text = os.environ.get(f"NEARLINEAR_{name.upper()}")
+    if text is None:
+        return None
+    if not text.isdigit():
+        raise InputError(f"NEARLINEAR_{name.upper()} is {text!r}; give a number from 1 on")
+    return int(text)
 
 
 def _check(model: Any, optimizer: Any, weight: Any) -> None:
@@ -142,7 +176,7 @@ def _weigh(session: Session, loaders: Sequence[Any], weight: Weight | str | None
     session.summed = summed
 
 
-def _name_differences(model: nn.Module, session: Session) -> None:
+def _name_differences(model: nn.Module, session: Session, pipelined: bool) -> None:
     """Say, once, what cannot be the same as in one process."""
     layers = [
         name
@@ -151,9 +185,12 @@ def _name_differences(model: nn.Module, session: Session) -> None:
     ]
     if layers:
         session.notice(
-            f"BatchNorm ({_some(layers)}) normalises over each rank's share of the batch (and cannot train on a share "
-            "of one sample); nn.SyncBatchNorm.convert_sync_batchnorm(model) before distribute gives the numbers of one "
+            f"BatchNorm ({_some(layers)}) normalises over each microbatch; --microbatches 1 gives the numbers of one "
             "process"
+            if pipelined
+            else f"BatchNorm ({_some(layers)}) normalises over each rank's share of the batch (and cannot train on a "
+            "share of one sample); nn.SyncBatchNorm.convert_sync_batchnorm(model) before distribute gives the numbers "
+            "of one process"
         )
     dropouts = [
         name
@@ -178,28 +215,34 @@ def _hook(
     plan: Plan,
     number: int,
 ) -> list[str]:
-    owned = {id(parameter): reducer for reducer in _reducers for parameter in reducer.parameters}
+    owned = {id(parameter): reducer for reducer in _combining for parameter in reducer.parameters}
     fresh = [(name, p) for name, p in named if id(p) not in owned]
     # In one process there is nothing to combine; a recorder wants to see the gradients all the same.
     if session.size == 1 and not events.listened_to("gradients"):
         return []
     first = bool(fresh)
     if fresh:
-        reducer = Reducer(fresh, model, session, session.new_group(fresh[0][1].device), plan, number)
-        _reducers.append(reducer)
+        reducer: Combining
+        if plan.strategy == "pipeline" and session.size > 1:
+            from nearlinear.torch.pipeline.train import Pipeline  # the tracer takes a second to import
+
+            reducer = Pipeline(fresh, model, session, plan, number)
+        else:
+            reducer = Reducer(fresh, model, session, session.new_group(fresh[0][1].device), plan, number)
+        _combining.append(reducer)
         weakref.finalize(model, _forget, weakref.ref(reducer))
     if optimizer is not None:
-        served = [_reducers[-1]] if fresh else []
+        served = [_combining[-1]] if fresh else []
         served += list({id(r): r for _, p in named if (r := owned.get(id(p))) is not None}.values())
         _Steps(served, model, optimizer, session, plan, first=first).attach()
-    return [str(reducer.link) for reducer in _reducers[-1:] if reducer.link]
+    return [str(reducer.link) for reducer in _combining[-1:] if reducer.link]
 
 
-def _forget(reference: weakref.ref[Reducer]) -> None:
+def _forget(reference: weakref.ref[Any]) -> None:
     """Let go of the reducer of a model that is gone."""
     reducer = reference()
-    if reducer is not None and reducer in _reducers:
-        _reducers.remove(reducer)
+    if reducer is not None and reducer in _combining:
+        _combining.remove(reducer)
 
 
 class _Steps:
@@ -207,7 +250,7 @@ class _Steps:
 
     def __init__(
         self,
-        reducers: Sequence[Reducer],
+        reducers: Sequence[Combining],
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         session: Session,
@@ -215,7 +258,7 @@ class _Steps:
         *,
         first: bool,
     ) -> None:
-        self._reducers, self._session, self._plan, self._first = reducers, session, plan, first
+        self._combining, self._session, self._plan, self._first = reducers, session, plan, first
         self._model = weakref.ref(model)
         self._optimizer = optimizer
         self._groups = len(optimizer.param_groups)
@@ -236,14 +279,14 @@ class _Steps:
         # torch hands over the optimizer within args when it calls the hook of a wrapped step.
         closure = kwargs.get("closure") or next((a for a in args if callable(a)), None)
         if closure is None:
-            for reducer in self._reducers:
-                reducer.before_step(first=self._first)
+            for reducer in self._combining:
+                reducer.before_step(optimizer, first=self._first)
             return None
 
         def whole_batch() -> Any:
             loss = closure()
-            for reducer in self._reducers:
-                reducer.before_step(first=self._first)
+            for reducer in self._combining:
+                reducer.before_step(optimizer, first=self._first)
             # A line search compares losses: all ranks must see the same one.
             combine = total if self._session.summed else mean
             return loss if loss is None else combine(loss, self._session)
@@ -253,8 +296,8 @@ class _Steps:
 
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._step += 1
-        for reducer in self._reducers:
-            reducer.after_step()
+        for reducer in self._combining:
+            reducer.after_step(optimizer)
         Group.step = self._step
         grown = len(optimizer.param_groups) != self._groups
         if self._step == 1 or self._step % self._plan.check_every == 0 or grown:
@@ -275,25 +318,22 @@ class _Steps:
                     "combined; build both first"
                 )
         require_same_batches(self._session, self._step)
-        for reducer in self._reducers:
-            reducer.require_same_batch()
-            parameters = list(zip(reducer.names, reducer.parameters, strict=True))
-            require_equal([*parameters, *reducer.equal_buffers()], self._session, self._step)
-            reducer.buffers_may_change()
+        for reducer in self._combining:
+            reducer.compare(self._step)
 
     def _report(self) -> None:
         now = time.perf_counter()
         elapsed, self._last = now - self._last, now
-        samples = sum(reducer.samples for reducer in self._reducers)
-        waited = sum(reducer.waited_s for reducer in self._reducers)
-        for reducer in self._reducers:
+        samples = sum(reducer.samples for reducer in self._combining)
+        waited = sum(reducer.waited_s for reducer in self._combining)
+        for reducer in self._combining:
             reducer.samples, reducer.waited_s = 0, 0.0
         for place, amount in enumerate((samples, elapsed, waited)):
             self._tally[place] += amount
         if events.listened_to("step"):
             events.publish(
                 "step",
-                model=self._reducers[0].number,
+                model=self._combining[0].number,
                 step=self._step,
                 seconds=elapsed,
                 waited=waited,
@@ -315,11 +355,11 @@ class _Steps:
         events.send_to_launcher(
             "step",
             rank=self._session.rank,
-            model=self._reducers[0].number,
+            model=self._combining[0].number,
             step=self._step,
             samples_per_s=samples / spent,
             waiting=waited / spent,
         )
 
     def _parameters(self) -> list[tuple[str, torch.Tensor]]:
-        return [pair for r in self._reducers for pair in zip(r.names, r.parameters, strict=True)]
+        return [pair for r in self._combining for pair in zip(r.names, r.parameters, strict=True)]

@@ -29,7 +29,7 @@ def total(value: Any, session: Session) -> Any:
 
 def _combine(value: Any, session: Session, factor: float, what: str) -> Any:
     """Sum ``factor * value`` over the ranks, leaf by leaf, in one message."""
-    if session.control is None:
+    if session.peers is None:
         return detached(value)
     leaves = list(_numbers(value, what))
     if not leaves:
@@ -40,8 +40,8 @@ def _combine(value: Any, session: Session, factor: float, what: str) -> Any:
     # The last element tells whether all ranks sum the same things: a number for the structure, the same everywhere.
     structure = derived_seed(*_structure(value), *(str(tuple(t.shape)) for t in tensors)) % 2**20
     flat = torch.cat([flat * factor if factor else torch.zeros_like(flat), flat.new_tensor([structure])])
-    session.control.all_reduce(flat, what)
-    if flat[-1] != structure * session.size:
+    session.peers.all_reduce(flat, what)
+    if flat[-1] != structure * session.parts:
         raise InputError(f"{what} got values of different structure on different ranks; give it the same names on all")
     results, offset = [], 0
     for leaf, tensor in zip(leaves, tensors, strict=True):
@@ -123,7 +123,7 @@ def gather(value: Any, session: Session) -> Any:
     Raises:
         InputError: The rows are neither those of the batch nor those of the pass.
     """
-    if session.control is None:
+    if session.peers is None:
         return value
 
     def one(leaf: Any) -> Any:
@@ -151,7 +151,7 @@ def _require_rows(value: Any) -> None:
 
 def _gather_rows(tensor: torch.Tensor, session: Session) -> torch.Tensor:
     batches = _batches_of(tensor, session)
-    rank, size = session.rank, session.size
+    rank, size = session.part, session.parts
     # Rows this rank holds of each batch, a filler included, and rows each rank holds in truth.
     held = [max(len(share(batch.samples, rank, size)), 1) for batch in batches]
     real = [[len(share(batch.samples, r, size)) for r in range(size)] for batch in batches]
@@ -197,10 +197,10 @@ def _batches_of(tensor: torch.Tensor, session: Session) -> list[Batch]:
 
 
 def _exchange(tensor: torch.Tensor, rows: list[int], session: Session) -> torch.Tensor:
-    assert session.control is not None
+    assert session.peers is not None
     carried = tensor.detach().cpu()
     boolean = carried.dtype == torch.bool
-    parts = session.control.all_gather_rows(carried.to(torch.uint8) if boolean else carried, rows, "nl.gather")
+    parts = session.peers.all_gather_rows(carried.to(torch.uint8) if boolean else carried, rows, "nl.gather")
     joined = torch.cat(parts)
     return (joined.bool() if boolean else joined).to(tensor.device)
 
@@ -217,10 +217,10 @@ class _AllGather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         session: Session = ctx.session
-        assert session.control is not None
+        assert session.peers is not None
         scale = session.gradient_scale()
         summed = (gradient * scale if scale else torch.zeros_like(gradient)).cpu()
-        session.control.all_reduce(summed, "the gradient of nl.gather")
-        start = sum(ctx.rows[: session.rank])
-        own = summed[start : start + ctx.rows[session.rank]].to(gradient.device)
+        session.peers.all_reduce(summed, "the gradient of nl.gather")
+        start = sum(ctx.rows[: session.part])
+        own = summed[start : start + ctx.rows[session.part]].to(gradient.device)
         return (own / scale if scale else torch.zeros_like(own)), None, None

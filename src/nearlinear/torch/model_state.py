@@ -13,7 +13,17 @@ from nearlinear.checkpoint.documents import Json, decode, encode, free_name
 from nearlinear.checkpoint.tensors import Array
 from nearlinear.checkpoint.together import Change
 from nearlinear.errors import CheckpointError, InputError
-from nearlinear.torch.arrays import DTYPES, array_or_none, check_plain, own_tensor, to_array, to_tensor
+from nearlinear.torch.arrays import DTYPES, check_plain, own_tensor
+from nearlinear.torch.sharded_tensors import (
+    array_of,
+    array_or_none,
+    copy_of,
+    is_sharded,
+    local,
+    memory,
+    state_dict,
+    tensor_for,
+)
 
 
 def modules_out(
@@ -42,12 +52,12 @@ def modules_out(
         if not isinstance(value, torch.Tensor):
             other[key] = value
             continue
-        array = to_array(value, f"{label}[{key!r}]")  # first of all, because it refuses what has no address
-        memory = _memory(value)
-        if memory not in stored:
-            stored[memory] = free_name((*path, key), arrays)
-            arrays[stored[memory]] = array
-        tensors[key] = stored[memory]
+        array = array_of(value, f"{label}[{key!r}]")  # first of all, because it refuses what has no address
+        place = memory(value)
+        if place not in stored:
+            stored[place] = free_name((*path, key), arrays)
+            arrays[stored[place]] = array
+        tensors[key] = stored[place]
     return {"tensors": tensors, "other": encode(other, label, (*path, "other"), rest, array_or_none)}
 
 
@@ -78,7 +88,7 @@ def modules_in(
     keys = _plain_keys(modules)
 
     def states() -> dict[str, Any]:
-        return {name: module.state_dict() for name, module in modules.items()}
+        return {name: state_dict(module) for name, module in modules.items()}
 
     def put(all_states: dict[str, Any]) -> None:
         for name, module in modules.items():
@@ -88,7 +98,7 @@ def modules_in(
         before = states()
         for state in before.values():
             for key, value in state.items():
-                state[key] = value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+                state[key] = copy_of(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
         return lambda: put(before)
 
     def apply() -> None:
@@ -99,7 +109,7 @@ def modules_in(
             elif _is_extra_state(plain):  # the model keeps it
                 new[name][key] = own_tensor(arrays[tensors[plain]])
             else:
-                new[name][key] = to_tensor(arrays[tensors[plain]])
+                new[name][key] = tensor_for(arrays[tensors[plain]], new[name][key])
         put(new)
 
     return Change(remember, apply)
@@ -117,7 +127,7 @@ def _check_modules(
     said = []
     for key, value in here.items():
         if isinstance(value, torch.Tensor):
-            check_plain(value, f"{label}[{key!r}]")
+            check_plain(local(value) if is_sharded(value) else value, f"{label}[{key!r}]")
         if key not in saved or not isinstance(value, torch.Tensor) or _is_extra_state(key):
             continue
         shape, dtype = saved[key].shape, DTYPES[saved[key].dtype]
@@ -134,7 +144,7 @@ def _check_modules(
     first: dict[Any, str] = {}
     for key in saved:
         if isinstance(here[key], torch.Tensor):
-            twin = first.setdefault(_memory(here[key]), key)
+            twin = first.setdefault(memory(here[key]), key)
             if places[twin] != places[key]:
                 raise CheckpointError(
                     f"{key!r} and {twin!r} are one tensor here and two in {where}; build the {label} as it was "
@@ -159,7 +169,7 @@ def _plain_keys(modules: Mapping[str, nn.Module]) -> dict[str, tuple[str, str]]:
     """Return each key as the plain model has it -> the module's name, and the key in the module's ``state_dict``."""
     keys: dict[str, tuple[str, str]] = {}
     for name, module in modules.items():
-        for key in module.state_dict():
+        for key in state_dict(module):
             plain = _plain(f"{name}.{key}" if name else key)
             if plain in keys:
                 raise InputError(f"two of the model's tensors are called {plain!r}; rename one")
@@ -173,15 +183,8 @@ def _plain(key: str) -> str:
 
 
 def _values(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
-    states = {name: module.state_dict() for name, module in modules.items()}
+    states = {name: state_dict(module) for name, module in modules.items()}
     return {plain: states[name][key] for plain, (name, key) in _plain_keys(modules).items()}
-
-
-def _memory(tensor: torch.Tensor) -> Any:
-    """Return what two tensors have in common exactly if they are one: a tied weight under two names."""
-    if tensor.numel() == 0:
-        return id(tensor)
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def few(names: Iterable[str]) -> str:

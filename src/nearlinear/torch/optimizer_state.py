@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,8 +12,9 @@ from nearlinear.checkpoint.documents import Json, decode, encode
 from nearlinear.checkpoint.tensors import Array
 from nearlinear.checkpoint.together import Change
 from nearlinear.errors import CheckpointError
-from nearlinear.torch.arrays import array_or_none, own_tensor
+from nearlinear.torch.arrays import own_tensor
 from nearlinear.torch.model_state import few
+from nearlinear.torch.sharded_tensors import array_or_none, state_of
 
 _NOT_OPTIONS = ("params", "param_names")
 
@@ -101,10 +103,12 @@ def optimizer_in(
     def apply() -> None:
         packed = optimizer.state_dict()
         state = decode(saved["common"], arrays, own_tensor)
-        for group, in_group in zip(packed["param_groups"], _group_names(optimizer, names), strict=True):
-            for index, name in zip(group["params"], in_group, strict=True):
-                if name in saved["state"]:
-                    state[index] = decode(saved["state"][name], arrays, own_tensor)
+        here = [p for group in optimizer.param_groups for p in group["params"]]
+        indices = [index for group in packed["param_groups"] for index in group["params"]]
+        in_order = [name for in_group in _group_names(optimizer, names) for name in in_group]
+        for parameter, index, name in zip(here, indices, in_order, strict=True):
+            if name in saved["state"]:
+                state[index] = decode(saved["state"][name], arrays, functools.partial(state_of, parameter=parameter))
         options = [_on_devices(decode(g["options"], arrays, own_tensor), now) for g, now in groups]
         kept = [{key: group[key] for key in _NOT_OPTIONS if key in group} for group in packed["param_groups"]]
         new = {"state": state, "param_groups": [{**o, **k} for o, k in zip(options, kept, strict=True)]}

@@ -43,6 +43,7 @@ from nearlinear.torch import link
 from nearlinear.torch.buffers import Buffers
 from nearlinear.torch.collectives import Group, Pending
 from nearlinear.torch.session import Session
+from nearlinear.torch.state import require_equal
 
 IN_PLACE_BYTES = 256 * 1024
 _MARKS = 16  # ranks that are up to 15 batches apart set different marks
@@ -421,11 +422,11 @@ class Reducer:
         apart = last[-_MARKS:].count_nonzero()
         if apart.device.type == "cpu":
             self._apart = apart
-            self.require_same_batch()
+            self._require_same_batch()
         else:  # looking would wait for the GPU; the next comparison of the replicas looks
             self._apart = apart if self._apart is None else torch.maximum(self._apart, apart)
 
-    def require_same_batch(self) -> None:
+    def _require_same_batch(self) -> None:
         """Check that no rank's gradients were summed with those of another batch.
 
         Raises:
@@ -504,7 +505,7 @@ class Reducer:
 
     # ---- steps
 
-    def before_step(self, *, first: bool) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, *, first: bool) -> None:
         """Make sure that the optimizer reads the gradient of one process.
 
         Args:
@@ -536,16 +537,24 @@ class Reducer:
             if gradient is not None and gradient is not (known() if known is not None else None):
                 self._open[index] = True
 
-    def after_step(self) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that the optimizer stepped."""
         self._windows.step()
         self.combined = 0
 
-    def equal_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the buffers that were combined, by name."""
-        return self._buffers.equal()
+    def compare(self, step: int) -> None:
+        """Check that the replicas are equal, and of one batch.
 
-    def buffers_may_change(self) -> None:
+        Raises:
+            DriftError: A tensor differs between ranks.
+            InputError: Some rank has skipped a batch.
+        """
+        self._require_same_batch()
+        parameters = list(zip(self.names, self.parameters, strict=True))
+        require_equal([*parameters, *self._buffers.equal()], self.session, step)
+        self._agree_on_buffers()
+
+    def _agree_on_buffers(self) -> None:
         """Agree on the buffers that have begun to change, so that they are kept equal from now on."""
         mine = {"changed": self._buffers.changed(), "own": self._buffers.own()}
         everyones = self.session.all_gather_json(mine, "comparing the replicas")

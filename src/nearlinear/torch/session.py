@@ -11,7 +11,7 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -79,6 +79,8 @@ class Session:
         self.liveness = liveness
         self.deadline_s, self.silence_s = deadline_s(), silence_s()
         self.control = self.new_group(torch.device("cpu"))
+        self.part, self.parts = world.rank, world.size  # which share of each batch this rank works on, of how many
+        self.peers = self.control  # the ranks that hold the other parts of what this one holds
         self.failed = False
         self.summed: bool | None = None  # weight="sum": gradients are added, not averaged; None: not said yet
         self.states: list[Any] = []  # of the loaders
@@ -106,18 +108,42 @@ class Session:
 
     # ---- groups
 
-    def new_group(self, device: torch.device) -> Group | None:
-        """Return a group of its own, so that its exchanges cannot be mistaken for others'; None for one process."""
+    def new_group(self, device: torch.device, ranks: Sequence[int] | None = None) -> Group | None:
+        """Return a group of its own, so that its exchanges cannot be mistaken for others'; None for one process.
+
+        Args:
+            device: Of the tensors that it will carry.
+            ranks: Its members; every rank must call this for every group. All by default.
+        """
         if self.liveness is None:
             return None
         backend = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
         what = "opening connections to all ranks"
         try:
-            group = dist.new_group(backend=backend, timeout=datetime.timedelta(seconds=self.deadline_s + 60))
+            timeout = datetime.timedelta(seconds=self.deadline_s + 60)
+            group = dist.new_group(None if ranks is None else list(ranks), backend=backend, timeout=timeout)
         except RuntimeError as error:
             raise explain(error, what, self.liveness, self.silence_s) from None
         assert group is not None
         return Group(group, self.liveness, deadline_s=self.deadline_s, silence_s=self.silence_s)
+
+    def arrange(self, stages: int) -> None:
+        """Let ``stages`` consecutive ranks work on one share of each batch together; all ranks call it.
+
+        Raises:
+            InputError: An earlier call arranged them otherwise.
+        """
+        arranged = self.size // self.parts
+        if arranged == stages:
+            return
+        if arranged != 1 or self.loaders:
+            raise InputError(
+                f"an earlier distribute call put {arranged} ranks to each share of the batch and this one wants "
+                f"{stages}; use one strategy for all models of a script"
+            )
+        self.part, self.parts = self.rank // stages, self.size // stages
+        groups = [self.new_group(torch.device("cpu"), range(stage, self.size, stages)) for stage in range(stages)]
+        self.peers = groups[self.rank % stages] if self.parts > 1 else None
 
     def all_gather_json(self, value: Any, what: str = "a message") -> list[Any]:
         """Return every rank's ``value``."""
@@ -150,7 +176,7 @@ class Session:
         if not passage.over:
             self._running.remove(passage)
         self.passage, self.pass_over, passage.over = passage, True, True
-        if self.size > 1 and self.place is None and passage.batches and torch.is_grad_enabled():
+        if self.parts > 1 and self.place is None and passage.batches and torch.is_grad_enabled():
             self.notice(
                 f"a pass over loader {passage.loader} ended without loss.backward(); gradients taken by "
                 "torch.autograd.grad are those of this rank's share (put them into p.grad and step an optimizer); an "
@@ -202,7 +228,7 @@ class Session:
                 )
             self._backward = pending[-1]
         if self._backward is None:
-            return 1.0 / self.size
+            return 1.0 / self.parts
         return self.fraction(self._backward)
 
     def gradient_scale(self) -> float:
@@ -215,7 +241,7 @@ class Session:
     def sample_fraction(self) -> float:
         """Return the part of the samples of the backward pass in hand that are this rank's."""
         batch = self._backward
-        return batch.mine / batch.samples if batch is not None and batch.samples else 1.0 / self.size
+        return batch.mine / batch.samples if batch is not None and batch.samples else 1.0 / self.parts
 
     def training_batch(self) -> Batch | None:
         """Return the batch that a loss which can still be differentiated is of."""
@@ -240,12 +266,12 @@ class Session:
             else:
                 total = self._sum(mine, "the weights of a pass")
             return mine / total if total else math.nan
-        return 1.0 / self.size if self.batch is None else self.fraction(self.batch)
+        return 1.0 / self.parts if self.batch is None else self.fraction(self.batch)
 
     def _sum(self, value: float, what: str) -> float:
-        if self.control is None:
+        if self.peers is None:
             return value
-        return float(self.control.all_reduce(torch.tensor([value], dtype=torch.float64), what))
+        return float(self.peers.all_reduce(torch.tensor([value], dtype=torch.float64), what))
 
     def close(self) -> None:
         """Say goodbye to the peers, unless the script failed: then they are to notice, and at once."""

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from nearlinear.errors import DriftError, InputError
+from nearlinear.torch import random_streams
 from nearlinear.torch.collectives import Group
 from nearlinear.torch.session import Session, derived_seed
 
@@ -72,7 +73,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def separate_streams(session: Session) -> None:
-    """Give ranks other than 0 random streams of their own, derived from rank 0's.
+    """Give ranks random streams by the share of the batch that they work on, derived from rank 0's.
 
     Dropout and augmentation then differ between shares, as they do between the samples of one batch, and a run
     repeats itself.
@@ -80,9 +81,13 @@ def separate_streams(session: Session) -> None:
     numpys: Any = np.random.get_state()
     mine = [torch.initial_seed(), hash(random.getstate()) % 2**63, int(numpys[1][:4].sum())]
     seeds = session.all_gather_json(mine, "the random streams")[0]
-    if session.rank == 0:
+    if session.parts < session.size:  # ranks that work on one share draw its augmentation alike
+        streams = session.all_gather_json(random_streams.capture(), "the random streams")
+        if session.part == 0 and session.rank > 0:
+            random_streams.restore(streams[:1], 0)
+    if session.part == 0:
         return
-    seed = derived_seed(*seeds, "rank", session.rank)
+    seed = derived_seed(*seeds, "rank", session.part)
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)

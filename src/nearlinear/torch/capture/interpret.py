@@ -124,7 +124,7 @@ def groups_of(program: ExportedProgram, model: nn.Module, ops: Sequence[Op]) -> 
         kind = type(modules[path]).__name__.lower() if alone and len(nodes) > 1 else ""
         for part in [nodes] if alone else [[node] for node in nodes]:
             group.update(dict.fromkeys(part, len(labels)))
-            labels.append(Label(path, kind or _kind(part[0]), mixes=any(map(_mixes, part))))
+            labels.append(Label(path, kind or _kind(part[0]), mixes=any(map(mixes_batch, part))))
     return [group[op.tag] for op in ops], labels
 
 
@@ -151,7 +151,8 @@ def _kind(node: fx.Node) -> str:
     return name.strip("_")
 
 
-def _mixes(node: fx.Node) -> bool:
+def mixes_batch(node: fx.Node) -> bool:
+    """Return whether what a node makes of one sample depends on the other samples."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     names = [argument.name for argument in node.target._schema.arguments]

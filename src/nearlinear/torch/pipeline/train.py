@@ -1,0 +1,481 @@
+"""Turning calls of the user's model into runs of the pipeline, from the first batch on.
+
+At the first call the model is captured with that batch, cut into stages, and checked against itself; then every rank
+lets go of the parameters of other stages. What the model returns is on every rank; its values lie where the last stage
+is (``placed.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from nearlinear import events
+from nearlinear.core.cluster import Link
+from nearlinear.core.graph import Graph
+from nearlinear.core.plan import Plan
+from nearlinear.errors import InputError
+from nearlinear.planning.partition import partition
+from nearlinear.torch import link
+from nearlinear.torch.capture import Captured, capture
+from nearlinear.torch.capture.batch import Call
+from nearlinear.torch.pipeline.executor import Executor, Run, State, in_order, size
+from nearlinear.torch.pipeline.foreign import Foreign
+from nearlinear.torch.pipeline.gate import require_same_numbers
+from nearlinear.torch.pipeline.parameters import Parameters
+from nearlinear.torch.pipeline.placed import placed, real
+from nearlinear.torch.pipeline.stages import Split, split
+from nearlinear.torch.pipeline.transfer import Links
+from nearlinear.torch.pipeline.values import Values
+from nearlinear.torch.profile import profile
+from nearlinear.torch.session import Session, derived_seed
+
+_PER_STAGE = 4  # microbatches: the pipeline then stands idle for at most a fifth of the time
+_KINDS = 8  # of calls (shapes, training or not) that are captured; each takes seconds
+_PROFILE_S = 1.0
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """What calls of one kind run on."""
+
+    executor: Executor
+    spec: pytree.TreeSpec
+
+
+class Pipeline:
+    """A model of which every rank runs a stage.
+
+    Args:
+        named: The model's parameters by name, and those that the optimizer alone holds.
+        model: The model; its ``forward`` is replaced.
+        session: The run.
+        plan: How many stages and microbatches.
+        number: Which ``distribute`` call it is of.
+
+    Raises:
+        InputError: The ranks do not make whole pipelines, or a parameter is not the model's.
+    """
+
+    def __init__(
+        self, named: Sequence[tuple[str, torch.Tensor]], model: nn.Module, session: Session, plan: Plan, number: int
+    ) -> None:
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        self.session, self.plan, self.number = session, plan, number
+        self.samples, self.waited_s = 0, 0.0
+        self.device = self.parameters[0].device
+        stages = plan.stages_on(session.size)
+        first = session.rank - session.rank % stages
+        self.ranks = range(first, first + stages)
+        self._model = weakref.ref(model)
+        self._own_forward = vars(model).get("forward")  # of the object, where it has one beside its class's
+        self._ready: dict[Any, _Ready] = {}
+        self._held: Parameters | None = None
+        self._values: Values | None = None
+        self.link: Link | None = None  # gradients stay where they are
+        self._token = torch.zeros((), device=self.device, requires_grad=True)
+        self._stream: Any = None
+        model.forward = _Forward(self)
+
+    # ---- the model is called
+
+    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run one call of the model and return what it returns."""
+        model = self._model()
+        assert model is not None
+        call = Call.of(args, kwargs, 0)
+        if call.samples < 1:
+            raise InputError("the batch holds no samples; hand over at least one")
+        leaves, spec = pytree.tree_flatten((call.args, dict(call.kwargs)))
+        key = _kind(model, call, leaves, spec)
+        ready = self._ready.get(key)
+        if ready is None:
+            with self._plain(model):
+                ready = self._ready[key] = self._build(model, call)
+        leaves = in_order(call, ready.spec)
+        executor, training = ready.executor, torch.is_grad_enabled()
+        assert self._values is not None
+        number = self._values.began + 1
+        self._values.began_call(number)
+        run = executor.begin(leaves, call.samples, self._microbatches(call.samples), training=training)
+        tensors: tuple[Any, ...] = _through(self._token, self, run, executor, number)
+        self._values.ended_call(number)
+        given = iter(tensors)
+        found = []
+        for each in executor.split.returned:
+            if each.constant is not None:
+                found.append(each.constant[0])
+            elif each.shape is None:
+                found.append(size(each.expression, call.samples))
+            else:
+                found.append(next(given))
+        return pytree.tree_unflatten(found, executor.split.spec)
+
+    @contextlib.contextmanager
+    def _plain(self, model: nn.Module) -> Iterator[None]:
+        """Give the model its own ``forward`` back: to be traced, timed and compared."""
+        ours = vars(model).pop("forward")
+        if self._own_forward is not None:
+            model.forward = self._own_forward
+        try:
+            yield
+        finally:
+            model.forward = ours
+
+    def _microbatches(self, samples: int) -> int:
+        return self.plan.microbatches or _PER_STAGE * len(self.ranks)
+
+    @contextlib.contextmanager
+    def own_stream(self) -> Iterator[None]:
+        """Draw from random numbers of this stage's own: the script's stay the same on all ranks of the pipeline."""
+        outside = torch.get_rng_state(), torch.cuda.get_rng_state() if self.device.type == "cuda" else None
+        if self._stream is None:
+            seed = derived_seed(torch.initial_seed(), "stage", self.session.rank)
+            torch.default_generator.manual_seed(seed)
+            if outside[1] is not None:
+                torch.cuda.manual_seed(seed)
+        else:
+            torch.set_rng_state(self._stream[0])
+            if outside[1] is not None:
+                torch.cuda.set_rng_state(self._stream[1])
+        try:
+            yield
+        finally:
+            self._stream = torch.get_rng_state(), torch.cuda.get_rng_state() if outside[1] is not None else None
+            torch.set_rng_state(outside[0])
+            if outside[1] is not None:
+                torch.cuda.set_rng_state(outside[1])
+
+    def outputs(self, run: Run, executor: Executor, number: int) -> list[torch.Tensor]:
+        """Run the forward pass and return the model's tensors, by their place among its outputs."""
+        with self.own_stream():
+            made = run.forward()
+        assert self._values is not None
+        owner = self.ranks[-1]
+        found: list[torch.Tensor] = []
+        for index, each in enumerate(executor.split.returned):
+            if each.constant is None and each.shape is not None:
+                if executor.last:
+                    value = made[index].detach().contiguous()
+                else:
+                    shape = [size(one, run.samples) for one in each.shape]
+                    value = torch.empty(shape, dtype=each.dtype, device="meta")
+                found.append(
+                    placed(value, values=self._values, owner=owner, call=number, index=index, device=self.device)
+                )
+        return found
+
+    # ---- the first call of a kind
+
+    def _build(self, model: nn.Module, call: Call) -> _Ready:
+        if len(self._ready) == _KINDS:
+            raise InputError(
+                f"the model was called with {_KINDS + 1} kinds of input (shapes beside the number of samples, types, "
+                "training or not), and each is captured anew; pad the batches to a few lengths"
+            )
+        first = self._held is None
+        if first and call.samples < 2:
+            raise InputError(
+                "the first batch holds one sample; a pipeline needs at least 2 to see which dimension they are"
+            )
+        self._require_one_batch(call)
+        with _room_for_all(model):
+            captured = capture(model, call.args, call.kwargs)
+        if captured.program is None:
+            raise InputError(
+                f"{type(model).__name__} cannot be run in stages: {'; '.join(captured.notes)}; strategy 'data' or "
+                "'sharded' trains it as it is"
+            )
+        stages = len(self.ranks)
+        if len(captured.graph.operators) < stages:
+            raise InputError(
+                f"{stages} stages for a model of {len(captured.graph.operators)} operators; ask for at most that many"
+            )
+        stage_of = self._plan(model, call, captured) if first else self._as_held(captured)
+        cut = split(captured.program, stage_of, stages)
+        names = captured.program.call_spec.in_spec
+        leaves = in_order(call, names)
+        dims = [call.along(leaf) for leaf in leaves]
+        state = State(model, captured.program)
+        executor = Executor(cut, self.ranks, self.session.rank, state, dims, self.device)
+        if first:
+            require_same_numbers(model, call, captured, cut, self.session)
+            self._let_go(model, cut)
+        executor.links = Links(self.session, self._all_pairs(executor), self.device)
+        return _Ready(executor, names)
+
+    def _require_one_batch(self, call: Call) -> None:
+        """All ranks of a pipeline see the same batch, or its numbers are those of no run."""
+        digest = hashlib.blake2b(digest_size=8)
+        for leaf in pytree.tree_leaves((call.args, dict(call.kwargs))):
+            if isinstance(leaf, torch.Tensor):
+                digest.update(str((leaf.dtype, tuple(leaf.shape))).encode())
+                digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        everyones = self.session.all_gather_json(digest.hexdigest(), "the first batch of the pipeline")
+        odd = next((rank for rank in self.ranks if everyones[rank] != everyones[self.ranks[0]]), None)
+        if odd is not None:
+            raise InputError(
+                f"rank {odd} calls the model with another batch than rank {self.ranks[0]}, and all ranks of a pipeline "
+                "must see the same one; hand the loader to nl.distribute, or seed what draws the batch alike"
+            )
+
+    def _plan(self, model: nn.Module, call: Call, captured: Captured) -> dict[str, int]:
+        """Return the stage of each node of the program, as rank 0 decides."""
+        stages, control = len(self.ranks), self.session.control
+        assert control is not None
+        measured = link.measure(control, self.device)
+        everyones: list[Any] = []
+        if self.session.rank == 0:
+            graph = _with_times(model, call, captured)
+            self.planned = partition(graph, stages, measured.bandwidth)
+            place = {device: position for position, device in enumerate(self.planned.stages)}
+            found = [place[device] for device in self.planned.assignment]
+            everyones = self.session.all_gather_json([found, _names(captured)], "planning the stages")
+        else:
+            everyones = self.session.all_gather_json([[], _names(captured)], "planning the stages")
+        odd = next((rank for rank, each in enumerate(everyones) if each[1] != everyones[0][1]), None)
+        if odd is not None:
+            raise InputError(f"rank {odd} captured another graph than rank 0; is its torch another version?")
+        assignment: list[int] = everyones[0][0]
+        used = 1 + max(assignment)
+        if used < stages:
+            assignment = _spread(captured.graph, assignment, stages)
+        return {name: stage for names, stage in zip(captured.nodes, assignment, strict=True) for name in names}
+
+    def _as_held(self, captured: Captured) -> dict[str, int]:
+        """Return the stage of each node, by the parameters that the stages hold."""
+        assert self._held is not None
+        found: dict[str, int] = {}
+        least = 0
+        for names, parameters in zip(captured.nodes, captured.parameters, strict=True):
+            for name in parameters:
+                holders = [rank - self.ranks[0] for rank in self._held.owners[name] if rank in self.ranks]
+                least = max(least, min(each for each in holders))
+            found.update(dict.fromkeys(names, least))
+        return found
+
+    def _let_go(self, model: nn.Module, cut: Split) -> None:
+        stages, replicas = len(self.ranks), self.session.size // len(self.ranks)
+        owners: dict[str, tuple[int, ...]] = {}
+        program_names = _aliases(model)
+        for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+            aliases = program_names[id(parameter)]
+            held = sorted({stage for alias in aliases for stage in cut.holders.get(alias, ())})
+            written = sorted({stage for alias in aliases for stage in cut.writers.get(alias, ())})
+            where = held or written or ([0] if isinstance(parameter, nn.Parameter) else [*range(stages)])
+            owners[name] = tuple(replica * stages + stage for replica in range(replicas) for stage in where)
+        model_names = {id(parameter) for parameter in model.parameters()}
+        more = {
+            name: parameter
+            for name, parameter in zip(self.names, self.parameters, strict=True)
+            if id(parameter) not in model_names
+        }
+        owners.update(dict.fromkeys(more, (self.session.size - 1,)))
+        self._values = _values_of(self.session)
+        self._held = Parameters(model, owners, self.session, self.session.control, self._values, more)
+        self._held.send_away()
+
+    def _all_pairs(self, executor: Executor) -> list[tuple[int, int]]:
+        stages, first = len(self.ranks), self.ranks[0]
+        here = [(a - first, b - first) for a, b in executor.pairs()]
+        return [
+            (replica * stages + a, replica * stages + b)
+            for replica in range(self.session.size // stages)
+            for a, b in here
+        ]
+
+    # ---- around the optimizer's steps
+
+    def before_step(self, optimizer: torch.optim.Optimizer, *, first: bool) -> None:
+        """Hide from the optimizer what lies on other ranks; each rank steps its own."""
+        if self._held is not None:
+            self._held.step_began(optimizer)
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that the optimizer stepped."""
+        if self._held is not None:
+            self._held.step_ended(optimizer)
+
+    def compare(self, step: int) -> None:
+        """Compare what several ranks hold."""
+        if self._held is not None:
+            self._held.require_equal(step)
+
+    def backward(self, run: Run, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Run the backward pass over one call of the model."""
+        assert self._held is not None
+        self.samples += run.samples
+        if self.session.rank == self.ranks[0]:
+            events.publish("backward", model=self.number)
+        self._held.backward_began()
+        with torch.enable_grad(), self.own_stream():
+            run.backward(gradients, {place for place, each in enumerate(gradients) if each is not None})
+        self._held.backward_ended()
+        if events.listened_to("gradients"):
+            self._held.combine()
+            events.publish("gradients", model=self.number, gradients=self._held.gradients)
+            self.session.barrier("showing the gradients")
+
+
+class _Through(torch.autograd.Function):
+    """Joins the script's own graph to the pipeline's."""
+
+    @staticmethod
+    def forward(ctx: Any, token: torch.Tensor, pipeline: Pipeline, run: Run, executor: Executor, number: int) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.pipeline, ctx.run, ctx.executor = pipeline, run, executor
+        made = pipeline.outputs(run, executor, number)
+        trainable = executor.state.trainable()
+        tensors = [each for each in executor.split.returned if each.constant is None and each.shape is not None]
+        fixed = [value for value, each in zip(made, tensors, strict=True) if each.parameters.isdisjoint(trainable)]
+        ctx.mark_non_differentiable(*fixed)
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        pipeline, run, executor = ctx.pipeline, ctx.run, ctx.executor
+        if run is None:
+            raise InputError("backward was called twice over one call of the model; call the model again before it")
+        ctx.run = None
+        session: Session = pipeline.session
+        scale = session.gradient_scale() if session.parts > 1 else 1.0
+        coming = iter(gradients)
+        found: list[torch.Tensor | None] = []
+        for each in executor.split.returned:
+            gradient = next(coming) if each.constant is None and each.shape is not None else None
+            if gradient is not None and executor.last:
+                gradient = real(gradient)
+                gradient = gradient if scale == 1.0 else gradient * scale
+            found.append(gradient)
+        pipeline.backward(run, found)
+        return None, None, None, None, None
+
+
+_through: Any = _Through.apply
+
+
+class _Forward:
+    """Stands in for the model's ``forward``; a copy of the model gets the original back."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._pipeline.call(args, kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise InputError(
+            "the model runs in a pipeline, and no rank holds all of it to copy; copy its state_dict(), which asks the "
+            "ranks that hold the rest"
+        )
+
+    def __reduce__(self) -> Any:
+        raise InputError("the model runs in a pipeline and cannot be pickled; save its state_dict(), or use nl.save")
+
+
+_served: weakref.WeakKeyDictionary[Session, Values] = weakref.WeakKeyDictionary()
+
+
+def _values_of(session: Session) -> Values:
+    if session not in _served:
+        _served[session] = Values(session)
+    return _served[session]
+
+
+@contextlib.contextmanager
+def _room_for_all(model: nn.Module) -> Iterator[None]:
+    """Put tensors without values in the place of those that lie on other ranks; a tracer asks for no values.
+
+    Memory that is never written costs nothing but addresses; where it would, one element stands for all.
+    """
+    made: dict[int, torch.Tensor] = {}
+    replaced: list[tuple[dict[str, Any], str, Any]] = []
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if not isinstance(tensor, Foreign):
+                    continue
+                if id(tensor) not in made:
+                    room = torch.empty if tensor.device.type == "cpu" else _one_for_all
+                    empty = room(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+                    is_parameter = held is module._parameters
+                    made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+                replaced.append((held, name, tensor))
+                held[name] = made[id(tensor)]
+    try:
+        yield
+    finally:
+        for held, name, tensor in replaced:
+            held[name] = tensor
+
+
+def _one_for_all(shape: torch.Size, **options: Any) -> torch.Tensor:
+    return torch.empty((), **options).expand(shape)
+
+
+def _aliases(model: nn.Module) -> dict[int, list[str]]:
+    names: dict[int, list[str]] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for name, tensor in named:
+        names.setdefault(id(tensor), []).append(name)
+    return names
+
+
+def _kind(model: nn.Module, call: Call, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
+    """Return what calls must have in common to run on the same captured graph."""
+    signature: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            dim = call.along(leaf)
+            shape = tuple(None if place == dim else length for place, length in enumerate(leaf.shape))
+            signature.append((shape, leaf.dtype, leaf.device))
+        else:
+            signature.append(leaf if isinstance(leaf, int | float | str | bool | None) else repr(leaf))
+    modes = tuple(module.training for module in model.modules())
+    return str(spec), tuple(signature), modes, _autocast()
+
+
+def _autocast() -> tuple[Any, ...]:
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
+
+
+def _names(captured: Captured) -> str:
+    text = "/".join(name for names in captured.nodes for name in names)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _with_times(model: nn.Module, call: Call, captured: Captured) -> Graph:
+    """Return the graph with measured times, or, where the model cannot be run here whole, with times by FLOP."""
+    if any(each.is_meta for each in model.parameters()):
+        return _by_flop(captured.graph)
+    try:
+        return profile(model, call.args, call.kwargs, captured=captured, budget=_PROFILE_S, least=2, warmup=1).graph
+    except InputError:
+        return _by_flop(captured.graph)
+
+
+def _by_flop(graph: Graph) -> Graph:
+    operators = tuple(
+        dataclasses.replace(each, forward=(each.flop + 10.0 * each.moved_bytes) / 1e10, backward=2e-10 * each.flop)
+        for each in graph.operators
+    )
+    return dataclasses.replace(graph, operators=operators)
+
+
+def _spread(graph: Graph, assignment: Sequence[int], stages: int) -> list[int]:
+    """Return an assignment that uses all stages: the script asked for so many, whatever the links would advise."""
+    free = dataclasses.replace(graph, tensors=tuple(dataclasses.replace(each, bytes=0.0) for each in graph.tensors))
+    found = partition(free, stages, 1e15)
+    place = {device: position for position, device in enumerate(found.stages)}
+    return [place[device] for device in found.assignment]

@@ -1,0 +1,200 @@
+"""Strategy `sharded`: a rank keeps its rows of every parameter, and N processes have the numbers of one, in float64.
+
+How equal, and why not more: the sums of a batch are added in another order, a few units in the last place (1e-16) per
+addition; a few dozen steps carry that to 1e-14 or so. 1e-10 leaves room for an ill-conditioned step and none for a
+wrong weight.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import nn
+
+from nearlinear.checkpoint.folder import read
+from nearlinear.testing import equivalent, run_processes
+from nearlinear.torch.sharded_blocks import blocks_of
+
+from conftest import TESTS, names_in, run
+
+DRIVER = TESTS / "sharded/driver.py"
+REFUSALS = re.findall(r"@refusal\(.*\)\ndef (\w+)", (TESTS / "sharded/refusals.py").read_text())
+LOADS = ("three-from-one", "three-from-copies", "copies-from-three", "three-from-three", "two-from-three")
+
+SCRIPT = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import nearlinear as nl
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.Sequential(*[nn.Sequential(nn.Linear(16, 16)) for _ in range(2)]))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+loader = DataLoader(TensorDataset(torch.randn(310, 8)), batch_size=10)
+model, optimizer, loader = nl.distribute(model, optimizer, loader)
+for (x,) in loader:
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+"""
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Everything that takes a run, in four runs; and what they wrote."""
+    folder, log = tmp_path_factory.mktemp("sharded"), ""
+
+    def once(n: int, *parts: str) -> None:
+        nonlocal log
+        result: subprocess.CompletedProcess[str] = run(n, DRIVER, str(folder), *parts)
+        log += result.stdout + result.stderr
+
+    once(1, "cases", "save:data:one")
+    loads = ("load:sharded:one:three-from-one", "load:sharded:copies:three-from-copies")
+    loads += ("load:data:three:copies-from-three", "load:sharded:three:three-from-three")
+    once(3, "cases", "save:sharded:three", "save:data:copies", *loads)
+    once(2, "load:sharded:three:two-from-three", "refusals")
+    once(1, *(f"load:data:{name}:one-from-{name}" for name in ("one", "three", "copies")))
+    return folder, log
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.mark.parametrize("name", names_in("sharded/cases.py", "case"))
+def test_three_sharded_processes_have_the_numbers_of_one(name: str, ran: tuple[Path, str]) -> None:
+    folder, log = ran
+    one, many = (np.load(folder / f"{name}.{n}.npz") for n in (1, 3))
+    assert set(one) == set(many), f"the case ended early:\n{log[-6000:]}"
+    for key in one:
+        a, b = one[key], many[key]
+        assert a.shape == b.shape, key
+        scale = max(np.nanmax(np.abs(a), initial=0.0), 1e-3)
+        np.testing.assert_allclose(b, a, rtol=0, atol=1e-10 * scale, err_msg=key)
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_a_checkpoint_goes_on_under_any_strategy_and_number_of_processes(name: str, ran: tuple[Path, str]) -> None:
+    folder, log = ran
+    assert (folder / name).exists(), log[-6000:]
+    ours, theirs = (arrays(folder / each) for each in (name, f"one-from-{name.split('-from-')[1]}"))
+    assert set(ours) == set(theirs)
+    assert {f"optimizer blocks.1.up.weight/{key}" for key in ("exp_avg", "exp_avg_sq", "step")} <= set(ours)
+    for key, expected in theirs.items():
+        np.testing.assert_allclose(ours[key], expected, rtol=0, atol=1e-12, err_msg=key)
+
+
+def arrays(folder: Path) -> dict[str, Any]:
+    dtypes = {"F64": np.float64, "F32": np.float32}
+    return {
+        f"{group} {name}": np.frombuffer(array.data(), dtypes[array.dtype]).reshape(array.shape)
+        for group, named in read(folder).arrays.items()
+        for name, array in named.items()
+    }
+
+
+def test_a_sharded_checkpoint_has_the_plain_keys_and_each_tied_weight_once(ran: tuple[Path, str]) -> None:
+    named = read(ran[0] / "three").arrays["model"]
+    assert {"first.weight", "blocks.0.up.weight", "row", "scale", "seen"} <= set(named)
+    assert ("last.weight" in named) != ("again.weight" in named)
+    assert named["blocks.0.up.weight"].shape == (7, 5)
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_be_sharded_is_refused_on_every_rank(name: str, ran: tuple[Path, str]) -> None:
+    said = [line.partition("] ")[2] for line in ran[1].splitlines() if f"] {name}: " in line]
+    assert said == [f"{name}: refused"] * 2, said or ran[1][-3000:]
+
+
+@pytest.mark.parametrize("when", [pytest.param("3", marks=pytest.mark.full), "2b"])
+def test_a_killed_rank_ends_the_others_with_its_number(script: Path, when: str) -> None:
+    results = run_processes(
+        script, 3, fault=f"kill:1@{when}", env={"NEARLINEAR_STRATEGY": "sharded"}, timeout_s=120, grace_s=10
+    )
+    assert results[1].signal == signal.SIGKILL
+    for result in (results[0], results[2]):
+        assert re.search(r"nearlinear: error: rank 1 on \S+: its process ended", result.stderr), result
+        assert result.seconds - results[1].seconds < 10
+
+
+def test_check_compares_whole_gradients_and_parameters(script: Path) -> None:
+    comparison = equivalent(script, n=2, steps=2, float64=True, env={"NEARLINEAR_STRATEGY": "sharded"})
+    assert comparison.equal, comparison
+    assert comparison.parameters == 6
+    assert all(row.gradients is not None and row.gradients < 1e-12 for row in comparison.rows)
+
+
+# ---- which modules are blocks
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+
+def tree(**children: nn.Module) -> nn.Module:
+    module = nn.Module()
+    for name, child in children.items():
+        setattr(module, name, child)
+    return module
+
+
+def names_of(model: nn.Module, **options: int) -> list[str]:
+    names = {module: name for name, module in model.named_modules()}
+    return [names[block] for block in blocks_of(model, **options)]
+
+
+def layers(count: int, make: Callable[[], nn.Module] = Layer) -> nn.ModuleList:
+    return nn.ModuleList(make() for _ in range(count))
+
+
+def test_blocks_are_what_a_container_holds_several_of() -> None:
+    assert names_of(tree(embedding=nn.Embedding(2, 2), layers=layers(3), head=Layer())) == [
+        "layers.0",
+        "layers.1",
+        "layers.2",
+    ]
+
+
+def test_lone_modules_and_plain_attributes_are_no_blocks() -> None:
+    assert names_of(tree(layers=layers(1), a=Layer(), b=Layer())) == []
+
+
+def test_blocks_within_blocks_are_left_to_the_outer_ones() -> None:
+    assert names_of(tree(stages=layers(2, lambda: tree(inner=layers(2))))) == ["stages.0", "stages.1"]
+
+
+def test_lists_in_lists_are_looked_into() -> None:
+    assert names_of(nn.ModuleList([layers(2), layers(2)])) == ["0.0", "0.1", "1.0", "1.1"]
+
+
+def test_a_small_lone_layer_is_no_block() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 600_000))
+    assert names_of(model) == ["2"]
+    assert names_of(model, leaf_bytes=1) == ["0", "2"]
+
+
+def test_a_block_that_shares_a_weight_with_another_is_no_block() -> None:
+    model = tree(layers=layers(4), head=nn.Linear(2, 2))
+    model.layers[0].a.weight = model.layers[1].a.weight
+    model.layers[2].b = model.head
+    assert names_of(model) == ["layers.3"]
+
+
+def test_a_block_in_two_places_is_one_block() -> None:
+    model = tree(layers=layers(2))
+    model.layers.append(model.layers[0])
+    assert names_of(model) == ["layers.0", "layers.1"]

@@ -75,6 +75,7 @@ class Training:
     def __init__(self, session: Session, values: Values) -> None:
         torch.manual_seed(7)
         self.model, self.session, self.values = Net().double(), session, values
+        self.temperature = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))  # of the loss: the optimizer's alone
         self.parameters: Parameters | None = None
         self.optimizers: list[torch.optim.Optimizer] = []
         if session.size == 1:
@@ -84,11 +85,16 @@ class Training:
         self.owners["first.weight"] = (session.size - 1, 0)
         self.skeleton = copy.deepcopy(self.model)
         assert session.control is not None
-        self.parameters = Parameters(self.model, self.owners, session, session.control, values)
+        self.owners["temperature"] = (session.size - 1,)
+        more = {"temperature": self.temperature}
+        self.parameters = Parameters(self.model, self.owners, session, session.control, values, more)
         self.parameters.send_away()
 
+    def trained(self) -> list[nn.Parameter]:
+        return [*self.model.parameters(), self.temperature]
+
     def optimizer(self, make: Any, parameters: Any = None, **options: Any) -> torch.optim.Optimizer:
-        made: torch.optim.Optimizer = make(parameters or self.model.parameters(), **options)
+        made: torch.optim.Optimizer = make(parameters or self.trained(), **options)
         if self.parameters is not None:
             held = self.parameters
             made.register_step_pre_hook(lambda optimizer, *_: held.step_began(optimizer))
@@ -100,13 +106,14 @@ class Training:
         generator = torch.Generator().manual_seed(number)
         x, y = (torch.randn(8, 6, generator=generator, dtype=torch.float64) for _ in range(2))
         if self.parameters is None:
-            (F.mse_loss(self.model(x), y) * scale).backward()
+            (F.mse_loss(self.model(x), y) * scale * self.temperature).backward()
             return
         rank, call = self.session.rank, self.values.began + 1
         state = {name: tensor.detach().clone() for name, tensor in self.named()}
         self.values.began_call(call)
         for name, parameter in self.skeleton.named_parameters():
             state[name].requires_grad_(parameter.requires_grad)
+        temperature = state.pop("temperature").requires_grad_()
         state["last.weight"] = state["first.weight"].detach().clone().requires_grad_()
         out = torch.func.functional_call(self.skeleton, state, (x,), tie_weights=False)
         for name, buffer in self.model.named_buffers():
@@ -114,8 +121,8 @@ class Training:
                 with torch.no_grad():
                     buffer.copy_(state[name])
         self.values.ended_call(call)
+        loss, state["temperature"] = F.mse_loss(out, y) * scale * temperature, temperature
         trained = [name for name, tensor in state.items() if tensor.requires_grad]
-        loss = F.mse_loss(out, y) * scale
         gradients = torch.autograd.grad(loss, [state[name] for name in trained], allow_unused=True)
         self.session.barrier("a backward pass")  # which in a pipeline no rank can end without the others
         self.parameters.backward_began()
@@ -124,19 +131,21 @@ class Training:
             # Of the tied weight the first use is on rank 0 and the second on the last rank.
             here = rank == {"first.weight": 0, "last.weight": self.session.size - 1}.get(name)
             if gradient is not None and (rank in self.owners[which] if which != "first.weight" else here):
-                torch.autograd.backward([self.model.get_parameter(which)], [gradient])
+                parameter = self.temperature if which == "temperature" else self.model.get_parameter(which)
+                torch.autograd.backward([parameter], [gradient])
         self.parameters.backward_ended()
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self.model.named_parameters()
         yield from self.model.named_buffers()
+        yield "temperature", self.temperature
 
     def state(self) -> Found:
         return {f"state/{name}": tensor.detach().clone() for name, tensor in self.named()}
 
 
-def gradients(model: nn.Module) -> list[torch.Tensor]:
-    return [p.grad for p in model.parameters() if p.grad is not None]
+def gradients(training: Training) -> list[torch.Tensor]:
+    return [p.grad for p in training.trained() if p.grad is not None]
 
 
 # ---- clipping and steps
@@ -147,8 +156,8 @@ def _clipped(training: Training, make: Any, options: Mapping[str, Any], norm: fl
     for step in range(4):
         optimizer.zero_grad()
         training.backward(step)
-        found[f"total/{step}"] = nn.utils.clip_grad_norm_(training.model.parameters(), 0.3, norm, **how)
-        found[f"after/{step}"] = nn.utils.get_total_norm(gradients(training.model), norm)
+        found[f"total/{step}"] = nn.utils.clip_grad_norm_(training.trained(), 0.3, norm, **how)
+        found[f"after/{step}"] = nn.utils.get_total_norm(gradients(training), norm)
         optimizer.step()
     return {**found, **training.state()}
 
@@ -210,7 +219,7 @@ def values_clipped(training: Training) -> Found:
         optimizer.zero_grad(set_to_none=False)
         training.backward(step)
         nn.utils.clip_grad_value_(training.model.parameters(), 0.01, foreach=foreach)
-        found[f"norm/{step}"] = nn.utils.get_total_norm(gradients(training.model))
+        found[f"norm/{step}"] = nn.utils.get_total_norm(gradients(training))
         optimizer.step()
     return {**found, **training.state()}
 
@@ -251,14 +260,14 @@ def parts_clipped_apart(training: Training) -> Found:
         for number, part in enumerate(parts):
             parameters = [p for module in part for p in module.parameters()]
             found[f"total/{step}/{number}"] = nn.utils.clip_grad_norm_(parameters, 0.05)
-        found[f"after/{step}"] = nn.utils.get_total_norm(gradients(model))
+        found[f"after/{step}"] = nn.utils.get_total_norm(gradients(training))
         optimizer.step()
     return {**found, **training.state()}
 
 
 @case
 def two_optimizers(training: Training) -> Found:
-    everything, found = list(training.model.parameters()), {}
+    everything, found = training.trained(), {}
     first = training.optimizer(torch.optim.Adam, everything[:5], lr=0.01)
     second = training.optimizer(torch.optim.SGD, everything[5:], lr=0.1)
     for step in range(3):
@@ -267,7 +276,8 @@ def two_optimizers(training: Training) -> Found:
         first.step()
         found[f"second/{step}"] = nn.utils.clip_grad_norm_(everything[5:], 0.2)
         second.step()
-        training.model.zero_grad()
+        first.zero_grad()
+        second.zero_grad()
     return {**found, **training.state()}
 
 
@@ -282,8 +292,8 @@ def accumulation(training: Training) -> Found:
         for number in range(3):
             training.backward(10 * step + number, 1 / 3)
             if step == 1:  # what was summed and read already is added to
-                found[f"between/{number}"] = nn.utils.get_total_norm(gradients(training.model))
-        found[f"total/{step}"] = nn.utils.clip_grad_norm_(training.model.parameters(), 0.3)
+                found[f"between/{number}"] = nn.utils.get_total_norm(gradients(training))
+        found[f"total/{step}"] = nn.utils.clip_grad_norm_(training.trained(), 0.3)
         optimizer.step()
     return {**found, **training.state()}
 
@@ -294,7 +304,7 @@ def a_window_that_goes_on_after_a_step(training: Training) -> Found:
     for step in range(3):  # never zeroed
         training.backward(step)
         optimizer.step()
-        found[f"total/{step}"] = nn.utils.get_total_norm(gradients(training.model))
+        found[f"total/{step}"] = nn.utils.get_total_norm(gradients(training))
     return {**found, **training.state()}
 
 
@@ -304,7 +314,7 @@ def which_have_a_gradient(training: Training) -> Found:
     training.backward(0)
     found["after"] = [p.grad is None for p in training.model.parameters()]
     training.model.zero_grad(set_to_none=False)
-    found["zero"] = nn.utils.get_total_norm(gradients(training.model))
+    found["zero"] = nn.utils.get_total_norm(gradients(training))
     training.model.zero_grad()
     found["none"] = [p.grad is None for p in training.model.parameters()]
     training.model.frozen.requires_grad_(True)
@@ -312,7 +322,7 @@ def which_have_a_gradient(training: Training) -> Found:
         training.skeleton.frozen.requires_grad_(True)
     training.backward(1)
     found["thawed"] = [p.grad is None for p in training.model.parameters()]
-    return {**found, "norm": nn.utils.get_total_norm(gradients(training.model))}
+    return {**found, "norm": nn.utils.get_total_norm(gradients(training))}
 
 
 @case
@@ -328,7 +338,7 @@ def values_of_gradients(training: Training) -> Found:
         for p in training.model.parameters():
             if p.grad is not None:
                 p.grad.add_(0.001)
-        found[f"all/{step}"] = torch.cat([g.flatten() for g in gradients(training.model)])
+        found[f"all/{step}"] = torch.cat([g.flatten() for g in gradients(training)])
         optimizer.step()
     return {**found, **training.state()}
 
@@ -343,7 +353,7 @@ def _scaled(training: Training, *, unscale: bool) -> Found:
             training.model.middle[2].bias.grad[1] = float("inf")
         if unscale:
             scaler.unscale_(optimizer)
-            found[f"total/{step}"] = nn.utils.clip_grad_norm_(training.model.parameters(), 0.3)
+            found[f"total/{step}"] = nn.utils.clip_grad_norm_(training.trained(), 0.3)
         scaler.step(optimizer)
         scaler.update()
         found[f"scale/{step}"] = scaler.get_scale()
@@ -392,13 +402,13 @@ def weights_decayed_by_hand(training: Training) -> Found:
         with torch.no_grad():
             for p in parameters:
                 p.mul_(0.9)
-            found[f"norm/{step}"] = torch.stack([p.norm() for p in parameters])
             torch._foreach_mul_(parameters, 0.99)
             parameters[0][1:3] -= 0.1
+            found[f"norm/{step}"] = torch.stack([p.norm() for p in parameters])
         found[f"sum/{step}"] = sum(float(p.detach().sum()) for p in parameters)
-        for p in parameters:
-            p.data.clamp_(-0.5, 0.5)
     training.backward(4)
+    for p in parameters:
+        p.data.clamp_(-0.5, 0.5)
     optimizer.step()
     return {**found, **training.state()}
 
@@ -429,12 +439,12 @@ def statistics_of_a_batchnorm(training: Training) -> Found:
     found = {}
     for step in range(6):
         training.backward(step)
+        if step == 3:
+            training.model.norm.reset_running_stats()
         reader = step % training.session.size == training.session.rank
         if reader or training.session.size == 1:
             for name, buffer in training.model.named_buffers():
                 found[f"{step}/{name}"] = buffer.clone()
-        if step == 3:
-            training.model.norm.reset_running_stats()
     return found
 
 

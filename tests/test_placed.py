@@ -92,7 +92,7 @@ def test_a_reader_names_the_rank_that_died_with_its_value(tmp_path: Path) -> Non
 
 
 def test_a_reader_whose_owner_never_comes_says_where_it_is(tmp_path: Path) -> None:
-    path = script(tmp_path, "if MAIN: values.fetch(1, 'never')\nelse: time.sleep(8)")
+    path = script(tmp_path, "if MAIN: values.fetch(1, 'never')\nelse: time.sleep(60)")
     results = run_processes(path, 2, env={**ENV, "NEARLINEAR_DEADLINE": "4 s"}, timeout_s=100, grace_s=15)
     told = results[0].stderr
     assert re.search(r"error: waited \d.* s in reading never of rank 1 for rank 1 on \S+: its own code", told), told

@@ -19,14 +19,16 @@ import pytest
 from torch import nn
 
 from nearlinear.checkpoint.folder import read
-from nearlinear.testing import equivalent, run_processes
+from nearlinear.testing import run_processes
+from nearlinear.testing.equivalence import compare
+from nearlinear.testing.record import Record
 from nearlinear.torch.sharded_blocks import blocks_of
 
 from conftest import TESTS, names_in, run
 
 DRIVER = TESTS / "sharded/driver.py"
 REFUSALS = re.findall(r"@refusal\(.*\)\ndef (\w+)", (TESTS / "sharded/refusals.py").read_text())
-LOADS = ("three-from-one", "three-from-copies", "copies-from-three", "three-from-three", "two-from-three")
+LOADS = ("two-from-one", "two-from-copies", "data-from-three", "three-from-three", "two-from-three")
 
 SCRIPT = """
 import torch
@@ -49,7 +51,7 @@ for (x,) in loader:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Everything that takes a run, in four runs; and what they wrote."""
+    """Everything that takes a run, in three runs; and what they wrote."""
     folder, log = tmp_path_factory.mktemp("sharded"), ""
 
     def once(n: int, *parts: str) -> None:
@@ -57,20 +59,11 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         result: subprocess.CompletedProcess[str] = run(n, DRIVER, str(folder), *parts)
         log += result.stdout + result.stderr
 
-    once(1, "cases", "save:data:one")
-    loads = ("load:sharded:one:three-from-one", "load:sharded:copies:three-from-copies")
-    loads += ("load:data:three:copies-from-three", "load:sharded:three:three-from-three")
-    once(3, "cases", "save:sharded:three", "save:data:copies", *loads)
-    once(2, "load:sharded:three:two-from-three", "refusals")
-    once(1, *(f"load:data:{name}:one-from-{name}" for name in ("one", "three", "copies")))
+    once(3, "record", "cases", "save:sharded:three", "save:data:copies", "load:sharded:three:three-from-three")
+    once(1, "record", "cases", "save:data:one", *(f"load:data:{n}:one-from-{n}" for n in ("one", "three", "copies")))
+    loads = [f"load:sharded:{name}:two-from-{name}" for name in ("one", "three", "copies")]
+    once(2, *loads, "load:data:three:data-from-three", "refusals")
     return folder, log
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> Path:
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT)
-    return path
 
 
 @pytest.mark.parametrize("name", names_in("sharded/cases.py", "case"))
@@ -118,22 +111,26 @@ def test_what_cannot_be_sharded_is_refused_on_every_rank(name: str, ran: tuple[P
     assert said == [f"{name}: refused"] * 2, said or ran[1][-3000:]
 
 
-@pytest.mark.parametrize("when", [pytest.param("3", marks=pytest.mark.full), "2b"])
-def test_a_killed_rank_ends_the_others_with_its_number(script: Path, when: str) -> None:
+@pytest.mark.parametrize(("n", "when"), [(2, "2b"), pytest.param(3, "3", marks=pytest.mark.full)])
+def test_a_killed_rank_ends_the_others_with_its_number(tmp_path: Path, n: int, when: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
     results = run_processes(
-        script, 3, fault=f"kill:1@{when}", env={"NEARLINEAR_STRATEGY": "sharded"}, timeout_s=120, grace_s=10
+        script, n, fault=f"kill:1@{when}", env={"NEARLINEAR_STRATEGY": "sharded"}, timeout_s=120, grace_s=10
     )
     assert results[1].signal == signal.SIGKILL
-    for result in (results[0], results[2]):
+    for result in (*results[:1], *results[2:]):
         assert re.search(r"nearlinear: error: rank 1 on \S+: its process ended", result.stderr), result
         assert result.seconds - results[1].seconds < 10
 
 
-def test_check_compares_whole_gradients_and_parameters(script: Path) -> None:
-    comparison = equivalent(script, n=2, steps=2, float64=True, env={"NEARLINEAR_STRATEGY": "sharded"})
+def test_check_sees_whole_gradients_and_parameters(ran: tuple[Path, str]) -> None:
+    one, many = (Record.read(ran[0] / f"record-{n}") for n in (1, 3))
+    assert many.steps[0].gradients["blocks.0.up.weight"].shape == (7, 5)
+    comparison = compare(one, many)
     assert comparison.equal, comparison
-    assert comparison.parameters == 6
-    assert all(row.gradients is not None and row.gradients < 1e-12 for row in comparison.rows)
+    assert comparison.parameters == len(many.start) == 23
+    assert [row.step for row in comparison.rows] == [1, 2]
 
 
 # ---- which modules are blocks

@@ -32,6 +32,7 @@ __all__ = [
     "mean",
     "rank",
     "save",
+    "step",
     "total",
     "world_size",
 ]
@@ -54,7 +55,7 @@ def distribute(
         optimizer: What steps its parameters.
         loaders: ``DataLoader``s; each process gets its share of every batch, the batch size stays that of the whole.
             Data that the script shards itself is not handed over.
-        strategy: ``"auto"``, ``"data"``, or a ``Plan``.
+        strategy: ``"auto"`` (``"data"``), ``"data"``, ``"sharded"``, ``"pipeline"``, or a ``Plan``.
         weight: ``weight(batch)``: what a share counts for in the loss's mean; by default its number of samples (for a
             loss that is a mean over tokens: its number of tokens). ``"sum"``: the loss is part of one sum, normalised
             by the script, and gradients are added.
@@ -117,6 +118,31 @@ def world_size() -> int:
 def is_main() -> bool:
     """Return whether this is process 0, which prints and plots for all."""
     return rank() == 0
+
+
+def step(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a function that takes a batch and returns its loss: calling it also runs the backward pass.
+
+    The plain loop needs none of it. In a pipeline, forward and backward passes of microbatches then interleave (1F1B;
+    Narayanan et al. 2019, doi:10.1145/3341301.3359646), and a stage holds the activations of as many microbatches as
+    stages follow it, not of all. The function is called once per microbatch, so its loss must be a mean over samples
+    (or over what ``distribute``'s ``weight`` counts); a plain loop is exact for any loss.
+
+    Args:
+        fn: Takes the batch, whose tensors have their samples along dimension 0, and returns a loss, a tensor of one
+            number.
+
+    Returns:
+        The same function; it returns the loss of the whole batch, detached.
+
+    Example:
+        @nl.step
+        def loss_of(x, y):
+            return F.cross_entropy(model(x), y)
+    """
+    from nearlinear.torch.step import step as step_torch
+
+    return step_torch(fn)
 
 
 def mean(value: Any) -> Any:

@@ -123,8 +123,7 @@ def a_sum_over_several_passes(note: Note) -> None:
 @case
 def optimizers_of_every_kind(note: Note) -> None:
     kinds: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-        "foreach": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),
-        "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+        "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True, foreach=True),
         "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True, momentum=0.5),
         "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
     }

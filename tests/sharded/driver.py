@@ -1,6 +1,6 @@
 """Runs cases on this process, one after the other, and writes what they noted, whole (rank 0).
 
-python driver.py FOLDER [cases | refusals | checkpoint action] ...
+python driver.py FOLDER [cases | refusals | record | checkpoint action] ...
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 import nearlinear as nl
+from nearlinear.testing.record import Recorder
 from nearlinear.torch import session
 from nearlinear.torch.sharded_tensors import whole
 
@@ -24,7 +26,7 @@ from checkpoints import act
 
 from refusals import REFUSALS
 
-from cases import CASES
+from cases import CASES, Net, start
 
 
 def main(folder: str, parts: list[str]) -> None:
@@ -34,8 +36,22 @@ def main(folder: str, parts: list[str]) -> None:
             run_cases(folder)
         elif part == "refusals":
             run_refusals()
+        elif part == "record":
+            record(Path(folder))
         else:
             act(Path(folder), part)
+
+
+def record(folder: Path) -> None:
+    """Leave the record of two steps that ``nearlinear check`` would compare."""
+    torch.manual_seed(1)
+    with Recorder(folder / f"record-{nl.world_size()}", steps=2):
+        model = Net()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        for x, y in start(model, optimizer):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
 
 
 def run_refusals() -> None:

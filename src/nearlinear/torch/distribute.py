@@ -19,6 +19,7 @@ from nearlinear import events
 from nearlinear.core.cluster import Link
 from nearlinear.core.plan import STRATEGIES, Plan
 from nearlinear.errors import InputError
+from nearlinear.runtime.environment import world_from
 from nearlinear.torch import batchnorm
 from nearlinear.torch.collectives import Group
 from nearlinear.torch.data import require_same_batches, require_shareable, share_out
@@ -58,9 +59,9 @@ def distribute(
     """Hook the objects into the run, in place. ``nearlinear.distribute`` documents the arguments."""
     install_excepthook()
     plan = _plan(strategy)
-    _check(model, optimizer, weight)
+    _check(model, optimizer, weight, meta=plan.strategy == "pipeline" and world_from().size > 1)
     named = _named_parameters(model, optimizer)
-    session = start(named[0][1].device)
+    session = start(next((each.device for _, each in named if not each.is_meta), torch.device("cpu")))
     number = session.models
     session.models += 1
     pipelined = plan.strategy == "pipeline" and session.size > 1
@@ -74,9 +75,10 @@ def distribute(
     _weigh(session, loaders, weight)
     for which, loader in enumerate(loaders, session.loaders):
         share_out(loader, session, weight if callable(weight) else None, which)
+    session.weight = weight if callable(weight) else session.weight
     session.loaders += len(loaders)
     session.states += [loader._nearlinear for loader in loaders]
-    broadcast_state([tensor for _, tensor in [*named, *buffers]], session.control)
+    broadcast_state([tensor for _, tensor in [*named, *buffers] if not tensor.is_meta], session.control)
     if batchnorm.synchronise(model):
         batchnorm.open_group(named[0][1].device)
     if session.size > 1:
@@ -114,7 +116,7 @@ def _count(name: str) -> int | None:
     return int(text)
 
 
-def _check(model: Any, optimizer: Any, weight: Any) -> None:
+def _check(model: Any, optimizer: Any, weight: Any, *, meta: bool) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is a {type(model).__name__}, not a torch.nn.Module; hand over the model first")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -129,10 +131,10 @@ def _check(model: Any, optimizer: Any, weight: Any) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
             raise InputError(f"{name} has no shape yet (a lazy layer); run the model once on one sample first")
-        if tensor.is_meta:
+        if tensor.is_meta and not meta:
             raise InputError(
                 f"{name} is on the meta device and holds no values; call model.to_empty(device='cpu') and initialise "
-                "it before distribute"
+                "it before distribute, or ask for strategy 'pipeline' on several ranks, which does that stage by stage"
             )
     own = {id(parameter) for parameter in model.parameters()}
     if not own:

@@ -34,7 +34,7 @@ def _combine(value: Any, session: Session, factor: float, what: str) -> Any:
     leaves = list(_numbers(value, what))
     if not leaves:
         return value
-    tensors = [torch.as_tensor(leaf).detach() for leaf in leaves]
+    tensors = [plain(torch.as_tensor(leaf)) for leaf in leaves]
     wide = [t.to("cpu", torch.complex128 if t.is_complex() else torch.float64).reshape(-1) for t in tensors]
     flat = torch.cat([torch.view_as_real(w).reshape(-1) if w.is_complex() else w for w in wide])
     # The last element tells whether all ranks sum the same things: a number for the structure, the same everywhere.
@@ -50,6 +50,12 @@ def _combine(value: Any, session: Session, factor: float, what: str) -> Any:
         part = torch.view_as_complex(part.view(-1, 2)) if tensor.is_complex() else part
         results.append(_as_given(leaf, tensor, part.reshape(tensor.shape), integers=what == "nl.total"))
     return _rebuilt(value, iter(results))
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's values, also where they lie on another rank (``pipeline.placed``)."""
+    elsewhere = getattr(tensor, "plain", None)
+    return tensor.detach() if elsewhere is None else elsewhere()
 
 
 def detached(value: Any) -> Any:

@@ -83,6 +83,7 @@ class Session:
         self.peers = self.control  # the ranks that hold the other parts of what this one holds
         self.failed = False
         self.summed: bool | None = None  # weight="sum": gradients are added, not averaged; None: not said yet
+        self.weight: Weight | None = None  # what a batch counts for, where the script says so
         self.states: list[Any] = []  # of the loaders
         self.loaders = self.models = 0  # how many were handed to distribute
         self.batch: Batch | None = None

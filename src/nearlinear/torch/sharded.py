@@ -36,7 +36,7 @@ from nearlinear.torch.collectives import Pending
 from nearlinear.torch.reducer import Reducer
 from nearlinear.torch.session import Session
 from nearlinear.torch.sharded_blocks import LEAF_BYTES, blocks_of, members
-from nearlinear.torch.sharded_tensors import ShardGroup, is_sharded, reading_plain_state, register, rows_of, total_norm
+from nearlinear.torch.sharded_tensors import ShardGroup, is_sharded, meshes, reading_plain_state, rows_of, total_norm
 from nearlinear.torch.state import require_equal
 
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -77,18 +77,12 @@ def shard(
     ignored = {id(p) for _, p in left}
     sharded = [(name, p) for name, p in named if id(p) not in ignored]
     _refuse(model, optimizer, blocks, sharded)
-    group, tensors = (session.new_group(sharded[0][1].device) for _ in range(2))
-    assert group is not None and tensors is not None
-    exchanges = ShardGroup.of(group)
-    # What the script computes with shards (p.norm(), say) is torch's to exchange, and by a group of its own: where one
-    # rank does so alone the others do not take its message for theirs.
-    mesh = _mesh(ShardGroup.of(tensors), sharded[0][1].device)
-    register(mesh, exchanges)
+    mesh, group = _mesh(session, sharded[0][1].device)
     _fully_shard(model, blocks, {p for _, p in left}, mesh, sharded, optimizer, plan)
     _norm_of_shards()
     names = [name for name, _ in sharded]
     parameters = dict(model.named_parameters())
-    shards = Shards([(name, parameters[name]) for name in names], model, session, exchanges, number)
+    shards = Shards([(name, parameters[name]) for name in names], model, session, group, number)
     if not left:
         return [shards]
     return [shards, Reducer(left, nn.Module(), session, session.new_group(left[0][1].device), plan, number)]
@@ -170,12 +164,22 @@ def _refuse(model: nn.Module, optimizer: Any, blocks: Sequence[nn.Module], shard
                 )
 
 
-def _mesh(group: ShardGroup, device: torch.device) -> Any:
+def _mesh(session: Session, device: torch.device) -> tuple[Any, ShardGroup]:
+    """Return the ranks as torch's sharding sees them, and what carries its messages; one of each serves all models."""
     from torch.distributed.device_mesh import DeviceMesh
 
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    return DeviceMesh.from_group(group.process_group, device.type)
+    for mesh, group in meshes:
+        if mesh.device_type == device.type:
+            return mesh, group
+    # What the script computes with shards (p.norm(), say) is torch's to exchange, and by a group of its own: where one
+    # rank does so alone, the others do not take its message for theirs.
+    for_torch, for_blocks = session.new_group(device), session.new_group(device)
+    assert for_torch is not None and for_blocks is not None
+    mesh = DeviceMesh.from_group(ShardGroup.of(for_torch).process_group, device.type)
+    meshes.append((mesh, ShardGroup.of(for_blocks)))
+    return meshes[-1]
 
 
 def _fully_shard(

@@ -54,16 +54,11 @@ class ShardGroup(Group):
         return pending
 
 
-_groups: list[tuple[DeviceMesh, ShardGroup]] = []
-
-
-def register(mesh: DeviceMesh, group: ShardGroup) -> None:
-    """Let ``group`` carry the rows of tensors on ``mesh``."""
-    _groups.append((mesh, group))
+meshes: list[tuple[DeviceMesh, ShardGroup]] = []  # the ranks as torch sees them, and what carries their rows
 
 
 def _group_of(tensor: DTensor) -> ShardGroup:
-    return next(group for mesh, group in _groups if mesh == tensor.device_mesh)
+    return next(group for mesh, group in meshes if mesh == tensor.device_mesh)
 
 
 def is_sharded(tensor: object) -> TypeGuard[DTensor]:

@@ -86,6 +86,11 @@ class Executor:
                 found |= {(source, reader), (reader, source)}
         return sorted(found)
 
+    def flush(self) -> None:
+        """Wait until the other ranks have taken all that was sent."""
+        if self.links is not None:
+            self.links.flush("handing over what earlier passes made")
+
     def begin(self, leaves: Sequence[Any], samples: int, microbatches: int, *, training: bool) -> Run:
         """Return a run over one batch; at most one microbatch for every two samples."""
         count = max(1, min(microbatches, samples // 2)) if self.split.microbatches else 1
@@ -184,8 +189,6 @@ class Run:
                     self._stage_forward(number, microbatch)
             if executor.last:
                 returned = self._tail_forward()
-        if executor.links is not None:
-            executor.links.flush("the end of a forward pass")
         self._values.clear()
         return returned
 
@@ -257,8 +260,6 @@ class Run:
             for crossing in executor.entering:
                 if crossing.name in flowing:
                     self._send_back(crossing, microbatch)
-        if executor.links is not None:
-            executor.links.flush("the end of a backward pass")
 
     def _tail_backward(self, gradients: Sequence[torch.Tensor | None], flowing: set[str]) -> None:
         assert self._tail is not None

@@ -282,7 +282,8 @@ def _data(_: Any, tensor: Any) -> Any:
 
 def _set_data(func: Any, tensor: Any, value: Any) -> None:
     if isinstance(tensor, Foreign):
-        tensor._source.wrote_unseen()
+        if not isinstance(value, Foreign) or value._source is not tensor._source:  # model.to(the same device)
+            tensor._source.wrote_unseen()
     else:
         func(tensor, value.fetched())
 

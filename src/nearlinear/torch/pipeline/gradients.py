@@ -96,7 +96,16 @@ class Gradients:
             self._tables, self._noted, self.present = {}, set(), dict(present or {})
             self.valued = False
             self.passes, self.inside = self.passes + 1, False
+        if torch._C._current_graph_task_id() != -1:
+            torch.autograd.Variable._execution_engine.queue_callback(self._settle)
         self.tell()
+
+    def _settle(self) -> None:
+        """Count from here: the script's own graph, around the model's, may have added to a gradient after it."""
+        with self.lock:
+            for own in self.own.values():
+                if own.shared is None and not own.handed:
+                    own.restart()
 
     def combine(self) -> None:
         """Sum what is still apart."""
@@ -235,7 +244,7 @@ class Gradients:
         """
 
         def ready() -> dict[str, Any] | None:
-            if self.passes < passes or self.inside or own.apart or held():
+            if self.passes < passes or self.inside or own.apart or (self.passes == passes and held()):
                 return None
             with self.lock:
                 now = own.edits()
@@ -369,6 +378,7 @@ class Own:
                 )
             if self.shared.apart:
                 self.shared.combine()
+                self._gradients.tell()
         if self.edits() is not None:
             self.note()
             if self._gradients.valued:

@@ -28,6 +28,10 @@ from nearlinear.torch.pipeline.gradients import GONE, Away, Gradients, Own, Shar
 from nearlinear.torch.pipeline.values import Answer, Values
 from nearlinear.torch.session import Session
 
+UNSEEN = (
+    "parameters were edited through .data, so whether that rank has done so too cannot be seen before the next step or "
+    "call; edit the parameters themselves under torch.no_grad()"
+)
 _SMALL = 1 << 16  # elements of a buffer that is copied before a call without having been seen to change
 
 
@@ -44,7 +48,8 @@ class Parameters:
         session: The run.
         group: All ranks of it.
         values: How the other ranks are asked.
-        more: Parameters by name that the model does not list and the optimizer holds.
+        more: Parameters by name that the model does not list and the optimizer holds (a loss's temperature): their
+            keeper is the rank on which the loss is computed, and what others find for them is dropped.
 
     Raises:
         InputError: Two parameters share memory and would lie on different ranks.
@@ -60,10 +65,11 @@ class Parameters:
         more: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self._model, self.owners, self._rank = weakref.ref(model), owners, session.rank
-        self._group, self._values = group, values
+        self._group, self._values, self._more = group, values, frozenset(more or ())
         self._parameters = {**dict(model.named_parameters()), **(more or {})}
         self._buffers = dict(model.named_buffers())
         self.steps = 0
+        self.unseen: tuple[int, int] | None = None  # where the script was at its latest edit through .data
         self.kind = f"tensor {sum(kind.startswith('tensor') for kind in values.handlers)}"
         _require_apart({**self._parameters, **self._buffers}, owners)
         self._gradients = Gradients({n: owners[n] for n in self._parameters}, session.rank, values, self.kind)
@@ -112,7 +118,11 @@ class Parameters:
             source.attach(tensor)
             if away is not None and tensor.dtype.is_floating_point:
                 trained = tensor.requires_grad
-                tensor.requires_grad_(True).register_hook(_refuse(name, keeper))  # type: ignore[no-untyped-call]
+                tensor.requires_grad_(True)
+                if name in self._more:
+                    tensor.register_post_accumulate_grad_hook(_forget)  # type: ignore[no-untyped-call]
+                else:
+                    tensor.register_hook(_refuse(name, keeper))  # type: ignore[no-untyped-call]
                 tensor.requires_grad_(trained)
         if self._group is not None:
             self._group.barrier("giving each rank its stage")  # from here on anyone may ask
@@ -253,6 +263,8 @@ class Parameters:
         found: list[torch.Tensor] = []
 
         def ready() -> dict[str, Any] | None:
+            if self.unseen == (steps, calls):
+                return {"kind": "refused", "why": UNSEEN}
             if self.steps < steps or self._values.ended < calls or self._gradients.stepping:
                 return None
             with torch.no_grad():
@@ -379,10 +391,7 @@ class _Away(Source):
             InputError: It was edited where nothing counts.
         """
         if self._unseen == self._parameters.place:
-            raise InputError(
-                f"{self.name} was edited through .data, so whether rank {self.keeper} has done so too cannot be seen "
-                "before the next step; edit the parameter itself under torch.no_grad()"
-            )
+            raise InputError(f"{self.what}: {UNSEEN}")
         tensor = self._tensor()
         return tensor._version - self._base if tensor is not None else 0
 
@@ -398,7 +407,7 @@ class _Away(Source):
 
     def wrote_unseen(self) -> None:
         """Note an edit through ``.data``."""
-        self._unseen = self._parameters.place
+        self._unseen = self._parameters.unseen = self._parameters.place
 
     def gradient(self, like: torch.Tensor) -> torch.Tensor | None:
         """Return what ``.grad`` is."""
@@ -421,6 +430,10 @@ def _refuse(name: str, keeper: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return hook
 
 
+def _forget(parameter: torch.Tensor) -> None:
+    slot.put(parameter, None)
+
+
 def _constant(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     return lambda: tensor
 
@@ -433,7 +446,8 @@ def _attribute(model: nn.Module, name: str) -> Callable[[], torch.Tensor]:
 
 
 def _require_apart(tensors: Mapping[str, torch.Tensor], owners: Mapping[str, tuple[int, ...]]) -> None:
-    places = sorted((tensor.data_ptr(), _end(tensor), name) for name, tensor in tensors.items() if tensor.numel())
+    # Nothing has an address that has no memory: no elements, or given back already.
+    places = sorted((tensor.data_ptr(), _end(tensor), name) for name, tensor in tensors.items() if tensor.data_ptr())
     for (_, end, first), (begin, _, second) in itertools.pairwise(places):
         if begin < end and owners[first] != owners[second]:
             raise InputError(

@@ -296,6 +296,7 @@ class _Facts:
         self.returns = len(func._schema.returns)
         self.more = any(returned.alias_info is None for returned in func._schema.returns)  # than what it writes to
         self.shape = _SHAPES.get(base)
+        self.plain = 1 if base == "aten::_pack_padded_sequence" else -1  # a result that is known on all ranks
         self.reads = base in _UNEVEN or (
             self.shape is None
             and bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
@@ -480,7 +481,7 @@ class _Call:
         device: torch.device | None,
     ) -> Any:
         def wrapped(index: int | None, inner: Any) -> Any:
-            if not isinstance(inner, torch.Tensor):
+            if not isinstance(inner, torch.Tensor) or index == self.facts.plain:
                 return inner
             if self.facts.conjugates:
                 self.args[0]._memory.conjugated = True
@@ -703,7 +704,7 @@ _NORMS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_bat
 _UNEVEN = {"aten::poisson", "aten::binomial", "aten::_standard_gamma", "aten::_sample_dirichlet"}
 
 
-# ---- shapes that depend on a mask
+# ---- shapes that depend on plain arguments
 
 
 def _of_index(func: Operator, args: Sequence[Any]) -> Any:
@@ -722,6 +723,11 @@ def _of_masked_select(func: Operator, args: Sequence[Any]) -> Any:
     return torch.empty(int(mask.expand(shape).sum()), dtype=tensor.dtype, device=_META)
 
 
+def _of_packed(func: Operator, args: Sequence[Any]) -> Any:
+    data, batch_sizes = func(_zeros(args[0]), *args[1:])
+    return _shaped(data), batch_sizes
+
+
 def _of_first(func: Operator, args: Sequence[Any]) -> Any:
     return torch.empty_like(_shaped(args[0]))
 
@@ -729,6 +735,7 @@ def _of_first(func: Operator, args: Sequence[Any]) -> Any:
 _SHAPES: dict[str, Callable[[Operator, Sequence[Any]], Any]] = {
     "aten::index": _of_index,
     "aten::masked_select": _of_masked_select,
+    "aten::_pack_padded_sequence": _of_packed,
     "aten::index_put": _of_first,
     "aten::index_put_": _of_first,
     "aten::_index_put_impl_": _of_first,

@@ -26,11 +26,12 @@ from nearlinear.core.plan import Plan
 from nearlinear.errors import InputError
 from nearlinear.planning.partition import partition
 from nearlinear.torch import link
-from nearlinear.torch.capture import Captured, capture
+from nearlinear.torch.capture import NON_STRICT, STRICT, Captured, capture
 from nearlinear.torch.capture.batch import Call
 from nearlinear.torch.pipeline.executor import Executor, Run, State, in_order, size
 from nearlinear.torch.pipeline.foreign import Foreign
 from nearlinear.torch.pipeline.gate import require_same_numbers
+from nearlinear.torch.pipeline.materialise import materialise
 from nearlinear.torch.pipeline.parameters import Parameters
 from nearlinear.torch.pipeline.placed import placed, real
 from nearlinear.torch.pipeline.stages import Split, split
@@ -83,9 +84,11 @@ class Pipeline:
         self._held: Parameters | None = None
         self._values: Values | None = None
         self.link: Link | None = None  # gradients stay where they are
-        self._token = torch.zeros((), device=self.device, requires_grad=True)
+        self._token = torch.zeros((), requires_grad=True)
         self._stream: Any = None
+        self._interleaved = False
         model.forward = _Forward(self)
+        _pipelines.add(self)
 
     # ---- the model is called
 
@@ -107,7 +110,10 @@ class Pipeline:
         assert self._values is not None
         number = self._values.began + 1
         self._values.began_call(number)
-        run = executor.begin(leaves, call.samples, self._microbatches(call.samples), training=training)
+        if not self._interleaved:
+            executor.flush()
+        count = 1 if self._interleaved else self.microbatches
+        run = executor.begin(leaves, call.samples, count, training=training)
         tensors: tuple[Any, ...] = _through(self._token, self, run, executor, number)
         self._values.ended_call(number)
         given = iter(tensors)
@@ -132,8 +138,26 @@ class Pipeline:
         finally:
             model.forward = ours
 
-    def _microbatches(self, samples: int) -> int:
+    @property
+    def microbatches(self) -> int:
+        """Into how many a batch is cut, if it has twice as many samples."""
         return self.plan.microbatches or _PER_STAGE * len(self.ranks)
+
+    @contextlib.contextmanager
+    def interleaving(self) -> Iterator[None]:
+        """Take each call of the model for one microbatch; the other ranks may be at another one."""
+        self._interleaved = True
+        try:
+            yield
+            for each in self._ready.values():
+                each.executor.flush()
+        finally:
+            self._interleaved = False
+
+    @classmethod
+    def alive(cls) -> list[Pipeline]:
+        """Return those whose models are still there."""
+        return [each for each in _pipelines if each._model() is not None]
 
     @contextlib.contextmanager
     def own_stream(self) -> Iterator[None]:
@@ -188,9 +212,11 @@ class Pipeline:
             raise InputError(
                 "the first batch holds one sample; a pipeline needs at least 2 to see which dimension they are"
             )
+        if self.device.type == "meta":
+            self.device = next(leaf.device for leaf in call_leaves(call) if isinstance(leaf, torch.Tensor))
         self._require_one_batch(call)
-        with _room_for_all(model):
-            captured = capture(model, call.args, call.kwargs)
+        with _with_shapes(model, self.device):
+            captured = capture(model, call.args, call.kwargs, rungs=(NON_STRICT, STRICT))
         if captured.program is None:
             raise InputError(
                 f"{type(model).__name__} cannot be run in stages: {'; '.join(captured.notes)}; strategy 'data' or "
@@ -210,14 +236,16 @@ class Pipeline:
         executor = Executor(cut, self.ranks, self.session.rank, state, dims, self.device)
         if first:
             require_same_numbers(model, call, captured, cut, self.session)
-            self._let_go(model, cut)
+            owners = self._owners(model, cut)
+            materialise(model, self.device, {name for name, ranks in owners.items() if self.session.rank in ranks})
+            self._let_go(model, owners)
         executor.links = Links(self.session, self._all_pairs(executor), self.device)
         return _Ready(executor, names)
 
     def _require_one_batch(self, call: Call) -> None:
         """All ranks of a pipeline see the same batch, or its numbers are those of no run."""
         digest = hashlib.blake2b(digest_size=8)
-        for leaf in pytree.tree_leaves((call.args, dict(call.kwargs))):
+        for leaf in call_leaves(call):
             if isinstance(leaf, torch.Tensor):
                 digest.update(str((leaf.dtype, tuple(leaf.shape))).encode())
                 digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -233,7 +261,7 @@ class Pipeline:
         """Return the stage of each node of the program, as rank 0 decides."""
         stages, control = len(self.ranks), self.session.control
         assert control is not None
-        measured = link.measure(control, self.device)
+        measured = link.measure(control, torch.device("cpu"))
         everyones: list[Any] = []
         if self.session.rank == 0:
             graph = _with_times(model, call, captured)
@@ -264,7 +292,8 @@ class Pipeline:
             found.update(dict.fromkeys(names, least))
         return found
 
-    def _let_go(self, model: nn.Module, cut: Split) -> None:
+    def _owners(self, model: nn.Module, cut: Split) -> dict[str, tuple[int, ...]]:
+        """Return the ranks that hold each parameter and buffer, by its name."""
         stages, replicas = len(self.ranks), self.session.size // len(self.ranks)
         owners: dict[str, tuple[int, ...]] = {}
         program_names = _aliases(model)
@@ -274,16 +303,21 @@ class Pipeline:
             written = sorted({stage for alias in aliases for stage in cut.writers.get(alias, ())})
             where = held or written or ([0] if isinstance(parameter, nn.Parameter) else [*range(stages)])
             owners[name] = tuple(replica * stages + stage for replica in range(replicas) for stage in where)
-        model_names = {id(parameter) for parameter in model.parameters()}
-        more = {
-            name: parameter
-            for name, parameter in zip(self.names, self.parameters, strict=True)
-            if id(parameter) not in model_names
-        }
-        owners.update(dict.fromkeys(more, (self.session.size - 1,)))
+        owners.update(dict.fromkeys(self._more(model), (self.session.size - 1,)))
+        return owners
+
+    def _let_go(self, model: nn.Module, owners: dict[str, tuple[int, ...]]) -> None:
         self._values = _values_of(self.session)
-        self._held = Parameters(model, owners, self.session, self.session.control, self._values, more)
+        self._held = Parameters(
+            model, owners, self.session, self.session.control, self._values, self._more(model)
+        )
         self._held.send_away()
+
+    def _more(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Return the parameters that only the optimizer holds."""
+        own = {id(parameter) for parameter in model.parameters()}
+        both = zip(self.names, self.parameters, strict=True)
+        return {name: parameter for name, parameter in both if id(parameter) not in own}
 
     def _all_pairs(self, executor: Executor) -> list[tuple[int, int]]:
         stages, first = len(self.ranks), self.ranks[0]
@@ -383,6 +417,12 @@ class _Forward:
         raise InputError("the model runs in a pipeline and cannot be pickled; save its state_dict(), or use nl.save")
 
 
+def call_leaves(call: Call) -> list[Any]:
+    """Return what the model is called with, without its structure."""
+    return pytree.tree_leaves((call.args, dict(call.kwargs)))
+
+
+_pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 _served: weakref.WeakKeyDictionary[Session, Values] = weakref.WeakKeyDictionary()
 
 
@@ -393,34 +433,27 @@ def _values_of(session: Session) -> Values:
 
 
 @contextlib.contextmanager
-def _room_for_all(model: nn.Module) -> Iterator[None]:
-    """Put tensors without values in the place of those that lie on other ranks; a tracer asks for no values.
-
-    Memory that is never written costs nothing but addresses; where it would, one element stands for all.
-    """
+def _with_shapes(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Put tensors without memory in the place of those that have no values here; a tracer asks for none."""
     made: dict[int, torch.Tensor] = {}
-    replaced: list[tuple[dict[str, Any], str, Any]] = []
+    replaced: list[tuple[nn.Module, str, torch.Tensor]] = []
     for module in model.modules():
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():
-                if not isinstance(tensor, Foreign):
+                if tensor is None or not (isinstance(tensor, Foreign) or tensor.is_meta):
                     continue
                 if id(tensor) not in made:
-                    room = torch.empty if tensor.device.type == "cpu" else _one_for_all
-                    empty = room(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+                    one = torch.empty((), dtype=tensor.dtype, device=device).expand(tensor.shape)
                     is_parameter = held is module._parameters
-                    made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-                replaced.append((held, name, tensor))
-                held[name] = made[id(tensor)]
+                    made[id(tensor)] = nn.Parameter(one, tensor.requires_grad) if is_parameter else one
+                replaced.append((module, name, tensor))
+    for module, name, tensor in replaced:  # not in its dictionary: recurrent layers keep lists of their own
+        setattr(module, name, made[id(tensor)])
     try:
         yield
     finally:
-        for held, name, tensor in replaced:
-            held[name] = tensor
-
-
-def _one_for_all(shape: torch.Size, **options: Any) -> torch.Tensor:
-    return torch.empty((), **options).expand(shape)
+        for module, name, tensor in replaced:
+            setattr(module, name, tensor)
 
 
 def _aliases(model: nn.Module) -> dict[int, list[str]]:

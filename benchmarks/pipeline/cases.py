@@ -1,0 +1,59 @@
+"""Models of eight layers each: alike, wide at first, and with a heavy head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from models import Block, Task
+from torch import Tensor, nn
+
+WIDTH, SAMPLES, POSITIONS, LAYERS = 256, 32, 32, 8
+VOCABULARY = 4096
+
+
+def balanced() -> Task:
+    """Build eight decoder blocks of width 256, 6.3 million parameters; what passes a stage is 32 KB per sample."""
+    return Task(nn.Sequential(*(Block(WIDTH, 4) for _ in range(LAYERS))), *_batch())
+
+
+def wide_first() -> Task:
+    """Build eight two-layer networks, each added to what came in; the first two are four times as wide."""
+    hidden = [8192, 8192] + [2048] * (LAYERS - 2)
+    return Task(nn.Sequential(*(Residual(WIDTH, each) for each in hidden)), *_batch())
+
+
+def heavy_head() -> Task:
+    """Build seven decoder blocks and a head over 4096 classes, which costs as much as five of them with its loss."""
+    head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False))
+    x, _ = _batch()
+    return Task(
+        nn.Sequential(*(Block(WIDTH, 4) for _ in range(LAYERS - 1)), head),
+        x,
+        torch.randint(VOCABULARY, (SAMPLES, POSITIONS)),
+    )
+
+
+def _batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(SAMPLES, POSITIONS, WIDTH), torch.randint(WIDTH, (SAMPLES, POSITIONS))
+
+
+class Residual(nn.Module):
+    """A two-layer network, added to what came in."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.act, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, hidden),
+            nn.GELU(),
+            nn.Linear(hidden, width),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x``, shape ``(..., width)``, and what the network makes of it."""
+        added: Tensor = x + self.down(self.act(self.up(self.norm(x))))
+        return added
+
+
+CASES: dict[str, Callable[[], Task]] = {"balanced": balanced, "wide first": wide_first, "heavy head": heavy_head}

@@ -1,0 +1,90 @@
+"""Turning a function that takes a batch and returns its loss into one that also runs the backward pass."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from nearlinear.core.schedule import Kind, one_f_one_b
+from nearlinear.errors import InputError
+from nearlinear.torch.capture.batch import Call
+from nearlinear.torch.pipeline.executor import parts
+from nearlinear.torch.pipeline.train import Pipeline
+from nearlinear.torch.session import current
+
+
+def step(fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Decorate a loss function; ``nearlinear.step`` documents it."""
+
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+        pipelines = Pipeline.alive()
+        if len(pipelines) > 1:
+            raise InputError(f"nl.step with {len(pipelines)} models in pipelines; call backward yourself, in a plain loop")
+        if not pipelines:
+            loss = _checked(fn(*args, **kwargs))
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss.detach()
+        return _interleaved(pipelines[0], fn, args, kwargs)
+
+    return run
+
+
+def _interleaved(
+    pipeline: Pipeline, fn: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """Run the function on one microbatch after another, forward and backward in the order of 1F1B."""
+    call = Call.of(args, kwargs, 0)
+    count = max(1, min(pipeline.microbatches, call.samples // 2))
+    pieces = [_piece(call, begin, end) for begin, end in parts(call.samples, count)]
+    weights = _weights(pieces, call)
+    stage = pipeline.session.rank - pipeline.ranks[0]
+    losses: dict[int, torch.Tensor] = {}
+    total: Any = 0.0
+    with pipeline.interleaving():
+        for action in one_f_one_b(len(pipeline.ranks), count).stages[stage]:
+            number = action.microbatch
+            if action.kind is Kind.FORWARD:
+                piece, _ = pieces[number]
+                losses[number] = _checked(fn(*piece[0], **piece[1])) * weights[number]
+            else:
+                loss = losses.pop(number)
+                torch.autograd.backward(loss)
+                total = total + loss.detach()
+    return total  # type: ignore[no-any-return]
+
+
+def _piece(call: Call, begin: int, end: int) -> tuple[Any, int]:
+    def cut(leaf: Any) -> Any:
+        dim = call.along(leaf)
+        return leaf if dim is None else leaf.narrow(dim, begin, end - begin)
+
+    return pytree.tree_map(cut, (call.args, dict(call.kwargs))), end - begin
+
+
+def _weights(pieces: list[tuple[Any, int]], call: Call) -> list[float]:
+    """Return what each microbatch's loss counts for in the batch's: by samples, or as ``distribute`` was told."""
+    session = current()
+    assert session is not None
+    if session.summed:
+        return [1.0] * len(pieces)
+    if session.weight is None:
+        return [samples / call.samples for _, samples in pieces]
+    found = []
+    for (args, kwargs), _ in pieces:
+        given = (*args, *kwargs.values())
+        found.append(float(session.weight(given[0] if len(given) == 1 else given)))
+    whole = sum(found)
+    return [each / whole if whole else math.nan for each in found]
+
+
+def _checked(loss: Any) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor) or loss.ndim:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        raise InputError(f"the function given to nl.step returned {what}; return the loss, a tensor with one number")
+    return loss

@@ -1,0 +1,58 @@
+"""Runs the named cases on this process, one after the other, and writes what they noted (rank 0)."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import nearlinear as nl
+from nearlinear.torch import session
+
+sys.path.insert(0, str(Path(__file__).parent))
+import cases
+
+
+def main(folder: str, stages: int, names: list[str]) -> None:
+    torch.set_default_dtype(torch.float64)
+    cases.plan = nl.Plan("pipeline", stages=stages)
+    failed = []
+    for name in names:
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+        noted: dict[str, Any] = {}
+
+        def note(key: str, value: Any, noted: dict[str, Any] = noted) -> None:
+            assert key not in noted, key
+            noted[key] = torch.as_tensor(value).detach().clone().numpy()
+
+        began = time.perf_counter()
+        try:
+            cases.CASES[name](note)
+        except Exception:  # noqa: BLE001 - all cases are to be seen, also after one that fails
+            traceback.print_exc()
+            failed.append(name)
+        # All ranks are to agree to the last bit, whatever one process says.
+        current = session()
+        assert current is not None
+        digests = current.all_gather_json({key: value.tobytes().hex()[:400] for key, value in noted.items()})
+        for key in noted:
+            assert all(other.get(key) == digests[0][key] for other in digests), f"ranks differ in {key} of {name}"
+        current._backward = current.summed = None  # a run settles this once; the cases are runs of their own
+        gc.collect()
+        if nl.is_main():
+            np.savez(Path(folder) / f"{name}.{nl.world_size()}.{stages}.npz", **noted)
+            print(f"{name}: {time.perf_counter() - began:.2f} s, {len(noted)} values", flush=True)
+    sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:] or list(cases.CASES))

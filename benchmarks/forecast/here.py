@@ -1,8 +1,8 @@
 """Forecasting the step time of data parallel training on this machine, and measuring it: three models, five links.
 
-    python benchmarks/forecast/here.py             all of it, about 20 minutes; emulated links need root
-    python benchmarks/forecast/here.py --links loopback "1 Gbit/s"       some links, four minutes each; --models, too
+    python benchmarks/forecast/here.py             all of it, about 25 minutes; emulated links need root
     python benchmarks/forecast/here.py --quick     two links and short blocks, for a look
+    python benchmarks/forecast/here.py --links loopback "1 Gbit/s" --models mlp gpt          some of it
 
 Every process has one thread; rank r runs on core r modulo the number of cores. For each link, in this order:
 
@@ -497,9 +497,9 @@ def report(record: dict[str, Any]) -> str:
     lines = [
         record["machine"],
         "",
-        "| model | link | processes | by | forecast | measured | error | spread of blocks |",
+        "| model | link | processes | by | forecast | measured | error | spread of blocks | others |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    lines.append("| --- | --- | --- | --- | --- | --- | --- | --- |")
     errors = []
     for row in rows:
         measured = median(row["blocks"])

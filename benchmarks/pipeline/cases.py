@@ -8,34 +8,35 @@ import torch
 from models import Block, Task
 from torch import Tensor, nn
 
-WIDTH, SAMPLES, POSITIONS, LAYERS = 256, 32, 32, 8
+WIDTH, SAMPLES, LAYERS = 256, 32, 8
+POSITIONS = 32  # a microbatch of 2 samples still is a product with 64 rows
 VOCABULARY = 4096
 
 
-def balanced() -> Task:
+def balanced(positions: int = POSITIONS) -> Task:
     """Build eight decoder blocks of width 256, 6.3 million parameters; what passes a stage is 32 KB per sample."""
-    return Task(nn.Sequential(*(Block(WIDTH, 4) for _ in range(LAYERS))), *_batch())
+    return Task(nn.Sequential(*(Block(WIDTH, 4) for _ in range(LAYERS))), *_batch(positions))
 
 
-def wide_first() -> Task:
+def wide_first(positions: int = POSITIONS) -> Task:
     """Build eight two-layer networks, each added to what came in; the first two are four times as wide."""
     hidden = [8192, 8192] + [2048] * (LAYERS - 2)
-    return Task(nn.Sequential(*(Residual(WIDTH, each) for each in hidden)), *_batch())
+    return Task(nn.Sequential(*(Residual(WIDTH, each) for each in hidden)), *_batch(positions))
 
 
-def heavy_head() -> Task:
+def heavy_head(positions: int = POSITIONS) -> Task:
     """Build seven decoder blocks and a head over 4096 classes, which costs as much as five of them with its loss."""
     head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False))
-    x, _ = _batch()
+    x, _ = _batch(positions)
     return Task(
         nn.Sequential(*(Block(WIDTH, 4) for _ in range(LAYERS - 1)), head),
         x,
-        torch.randint(VOCABULARY, (SAMPLES, POSITIONS)),
+        torch.randint(VOCABULARY, (SAMPLES, positions)),
     )
 
 
-def _batch() -> tuple[Tensor, Tensor]:
-    return torch.randn(SAMPLES, POSITIONS, WIDTH), torch.randint(WIDTH, (SAMPLES, POSITIONS))
+def _batch(positions: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(SAMPLES, positions, WIDTH), torch.randint(WIDTH, (SAMPLES, positions))
 
 
 class Residual(nn.Module):
@@ -56,4 +57,4 @@ class Residual(nn.Module):
         return added
 
 
-CASES: dict[str, Callable[[], Task]] = {"balanced": balanced, "wide first": wide_first, "heavy head": heavy_head}
+CASES: dict[str, Callable[[int], Task]] = {"balanced": balanced, "wide first": wide_first, "heavy head": heavy_head}

@@ -1,10 +1,12 @@
-"""The same training step under nearlinear's pipeline, torch's by hand, and on one core."""
+"""The same training step on one core, under nearlinear's pipeline, and under torch's with the model split by hand."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,42 +19,14 @@ from nearlinear.core.graph import Graph
 from nearlinear.planning.partition import Partition
 from nearlinear.torch.pipeline import train
 
-TORCH = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-
-
-class Plain:
-    """A plain loop over one model.
-
-    Args:
-        task: What to train.
-        layers: Which of its layers.
-        pieces: In how many pieces the batch passes: all forward, then the loss, then all backward, or, of layers
-            without a loss behind them, gradients of ones.
-        loss: Whether the layers are followed by the loss.
-    """
-
-    def __init__(self, task: Task, layers: slice = slice(None), pieces: int = 1, loss: bool = True) -> None:
-        self._model, self._pieces, self._with_loss = copy.deepcopy(task.model)[layers], pieces, loss
-        self._optimizer = _optimizer(self._model)
-
-    def step(self, x: Tensor, y: Tensor) -> Tensor:
-        """Train on one batch and return its loss."""
-        self._optimizer.zero_grad()
-        out = [self._model(each) for each in x.chunk(self._pieces)]
-        leaves = [each.detach().requires_grad_() for each in out]
-        total = loss_of(torch.cat(leaves), y) if self._with_loss else torch.cat(leaves).mean()
-        total.backward()  # type: ignore[no-untyped-call]
-        for each, leaf in zip(out, leaves, strict=True):
-            each.backward(leaf.grad)
-        self._optimizer.step()
-        return total.detach()
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
 class One:
     """A plain loop, as a user writes it."""
 
     def __init__(self, task: Task) -> None:
-        self._model = copy.deepcopy(task.model)
+        self._model: nn.Module = copy.deepcopy(task.model)
         self._optimizer = _optimizer(self._model)
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
@@ -64,33 +38,108 @@ class One:
         return loss.detach()
 
 
+class Pieces:
+    """What a pipeline computes, without the pipeline: layers on one piece of the batch after the other, then back.
+
+    Args:
+        task: What to train.
+        layers: Which of its layers.
+        pieces: In how many pieces the batch passes.
+    """
+
+    def __init__(self, task: Task, layers: slice, pieces: int) -> None:
+        whole: Any = task.model
+        self._first, self._last = layers.start in (None, 0), layers.stop in (None, len(whole))
+        self._model, self._pieces = copy.deepcopy(whole[layers]), pieces
+        self._optimizer = _optimizer(self._model)
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        """Train on one batch; of middle layers the mean stands for the loss."""
+        self._optimizer.zero_grad()
+        inputs = [each.detach().requires_grad_(not self._first) for each in x.chunk(self._pieces)]
+        made = [self._model(each) for each in inputs]
+        leaves = [each.detach().requires_grad_() for each in made]
+        whole = torch.cat(leaves)
+        loss = loss_of(whole, y) if self._last else whole.mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        for each, leaf in zip(made, leaves, strict=True):
+            each.backward(leaf.grad)
+        self._optimizer.step()
+        return loss.detach()
+
+
+class Torch:
+    """torch.distributed.pipelining, the model split by hand: as many layers on one rank as on the other.
+
+    Args:
+        task: What to train.
+        rank: Which half is here.
+        schedule: One of ``SCHEDULES``.
+        microbatches: Pieces of the batch.
+    """
+
+    def __init__(self, task: Task, rank: int, schedule: str, microbatches: int) -> None:
+        layers: Any = task.model
+        self._rank, self._model = rank, copy.deepcopy(layers[half(task, rank)])
+        self._optimizer = _optimizer(self._model)
+        stage = PipelineStage(self._model, rank, 2, torch.device("cpu"))
+        self._schedule: Any = SCHEDULES[schedule](stage, microbatches, loss_fn=loss_of)
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        """Train on one batch and return its loss, on rank 1."""
+        self._optimizer.zero_grad()
+        losses: list[Tensor] = []
+        if self._rank == 0:
+            self._schedule.step(x)
+        else:
+            self._schedule.step(target=y, losses=losses)
+        self._optimizer.step()
+        return torch.stack(losses).detach().mean() if losses else torch.zeros(())
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What nearlinear's rank 0 planned.
+
+    Args:
+        graph: The model with measured times, of the whole batch.
+        stages: The stage of every operator.
+        bandwidth: Of the link, bytes per second.
+    """
+
+    graph: Graph
+    stages: tuple[int, ...]
+    bandwidth: float
+
+
 class Nearlinear(One):
-    """The same loop after ``nl.distribute``.
+    """The plain loop after ``nl.distribute``. Making one takes the first step, in which the model is split.
 
     Args:
         task: What to train.
         microbatches: Pieces of the batch.
-        layers_alike: Put as many layers on one stage as on the other, instead of what the partitioner finds.
+        alike: Put as many layers on one stage as on the other, and not what the partitioner finds.
     """
 
-    def __init__(self, task: Task, microbatches: int, *, layers_alike: bool = False) -> None:
+    def __init__(self, task: Task, microbatches: int, alike: bool = False) -> None:
         super().__init__(task)
         plan = nl.Plan("pipeline", microbatches=microbatches)
         self._model, self._optimizer = nl.distribute(self._model, self._optimizer, strategy=plan)
-        self.planned: tuple[Graph, Partition] | None = None  # once rank 0 has planned
-        self._alike = layers_alike
-        with self._planning():
-            self.first_loss = super().step(task.x, task.y)
+        self._alike = alike
+        self.planned: Planned | None = None  # known on rank 0
+        with self._watching():
+            self.first_loss = self.step(task.x, task.y)
 
     @contextmanager
-    def _planning(self) -> Iterator[None]:
+    def _watching(self) -> Iterator[None]:
         planner = train.partition
 
-        def watched(graph: Graph, stages: int, *args: Any) -> Partition:
-            found = planner(graph, stages, *args)
+        def watched(graph: Graph, stages: int, bandwidth: float, *args: Any) -> Partition:
+            found = planner(graph, stages, bandwidth, *args)
             if self._alike:
-                found = Partition(equal(graph, stages), tuple(range(stages)), (), (), 0.0, 0.0, "equal layers")
-            self.planned = (graph, found)
+                found = Partition(layers_alike(graph), (0, 1), (), (), 0.0, 0.0, "as many layers on either")
+            if self.planned is None:
+                self.planned = Planned(graph, found.assignment, bandwidth)
             return found
 
         train.partition = watched  # type: ignore[assignment]
@@ -100,42 +149,50 @@ class Nearlinear(One):
             train.partition = planner
 
 
-class Torch:
-    """torch.distributed.pipelining, the model split by hand: as many layers here as there.
+def start(name: str, task: Task, rank: int) -> Any:
+    """Let one of the ways take hold of a copy of the task's model.
 
     Args:
+        name: ``"one"``, ``"one/8"`` (in eight pieces), ``"halves/8"``, ``"nearlinear/8"``, ``"alike/8"`` (nearlinear, as
+            many layers on either stage), ``"gpipe/8"``, ``"1f1b/8"``: the number is that of the microbatches.
         task: What to train.
-        rank: Which half is here.
-        schedule: ``"gpipe"`` or ``"1f1b"``.
-        microbatches: Pieces of the batch.
+        rank: Which of the two processes this is.
     """
-
-    def __init__(self, task: Task, rank: int, schedule: str, microbatches: int) -> None:
-        layers: Any = task.model
-        half = len(layers) // 2
-        self._rank, self._part = rank, copy.deepcopy(layers[:half] if rank == 0 else layers[half:])
-        self._optimizer = _optimizer(self._part)
-        stage = PipelineStage(self._part, rank, 2, torch.device("cpu"))
-        self._schedule: Any = TORCH[schedule](stage, microbatches, loss_fn=loss_of)
-
-    def step(self, x: Tensor, y: Tensor) -> Tensor:
-        """Train on one batch and return its loss, where it is."""
-        self._optimizer.zero_grad()
-        losses: list[Tensor] = []
-        if self._rank == 0:
-            self._schedule.step(x)
-        else:
-            self._schedule.step(target=y, losses=losses)
-        self._optimizer.step()
-        return torch.stack(losses).mean().detach() if losses else torch.zeros(())
+    kind, _, number = name.partition("/")
+    make = {
+        "one": lambda: Pieces(task, slice(None), int(number)) if number else One(task),
+        "halves": lambda: Pieces(task, half(task, rank), int(number)),
+        "nearlinear": lambda: Nearlinear(task, int(number)),
+        "alike": lambda: Nearlinear(task, int(number), alike=True),
+        **{each: functools.partial(Torch, task, rank, each, int(number or 1)) for each in SCHEDULES},
+    }
+    return make[kind]()
 
 
-def equal(graph: Graph, stages: int) -> tuple[int, ...]:
-    """Return the stage of every operator where all stages have as many of the model's layers, by their names."""
-    layer = [each.name.split(".")[0] for each in graph.operators]
-    numbers = [int(each) if each.isdigit() else None for each in layer]
-    count = 1 + max(each for each in numbers if each is not None)
-    return tuple(stages - 1 if each is None else each * stages // count for each in numbers)
+def half(task: Task, rank: int) -> slice:
+    """Return the layers of one rank of two where both have as many."""
+    layers: Any = task.model
+    return slice(rank * len(layers) // 2, (rank + 1) * len(layers) // 2)
+
+
+def layers_alike(graph: Graph) -> tuple[int, ...]:
+    """Return the stage of every operator where both stages have as many layers: operators are named by their layer."""
+    layer = [int(each.name.partition(".")[0]) for each in graph.operators]
+    return tuple(2 * each // (max(layer) + 1) for each in layer)
+
+
+@contextmanager
+def as_torch_has_it(name: str) -> Iterator[None]:
+    """Give the others torch's own ``p.grad`` back while they run: nearlinear puts a slower one on ``nn.Parameter``."""
+    ours = vars(nn.Parameter).get("grad")
+    if ours is None or name.startswith(("nearlinear", "alike")):
+        yield
+        return
+    del nn.Parameter.grad
+    try:
+        yield
+    finally:
+        nn.Parameter.grad = ours
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:

@@ -7,7 +7,6 @@ pipeline sees the whole batch, because its loss is no mean over samples.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import nearlinear as nl
-from nearlinear.torch.session import derived_seed
 
 Note = Callable[[str, Any], None]
 CASES: dict[str, Callable[[Note], None]] = {}
@@ -276,3 +274,485 @@ def contrastive_loss_outside(note: Note) -> None:
         return contrast(left, right, scale.log())
 
     train(note, Pairs(inside=False), loader_of(rows(), rows(seed=9)), loss_of)
+
+
+# ---- batches
+
+
+@case
+def batches_of_ten_seven_three_and_one(note: Note) -> None:
+    ends = list(itertools.accumulate((10, 7, 3, 1, 10, 2), initial=0))
+    batches = [list(range(begin, end)) for begin, end in itertools.pairwise(ends)]
+    loader = DataLoader(TensorDataset(rows(), labels()), batch_sampler=batches)
+    train(note, Skips(depth=2), loader, steps=6)
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=True) for _ in range(2)
+        )
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(x)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden.mean(1))
+
+
+@case
+def sequences_of_changing_length(note: Note) -> None:
+    x, y = labels(40, 9, classes=11), labels(40)
+    batches = [
+        (x[begin : begin + 10, :length], y[begin : begin + 10])
+        for begin, length in ((0, 9), (10, 5), (20, 9), (30, 7))
+    ]
+    train(note, Reader(), DataLoader(batches, batch_size=None), counts=(4, 5))
+
+
+class Mixed(nn.Module):
+    """Takes numbers, words, a table without samples, and names with defaults."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        table: torch.Tensor,
+        power: float = 1.0,
+        *,
+        kind: str = "tanh",
+        repeats: int = 1,
+        shift: torch.Tensor | None = None,
+        mirrored: bool = False,
+    ) -> torch.Tensor:
+        hidden = self.first(-x if mirrored else x)
+        for _ in range(repeats):
+            hidden = self.second(torch.tanh(hidden) if kind == "tanh" else torch.relu(hidden)) + table
+        if shift is not None:
+            hidden = hidden + shift
+        return self.third(hidden * power)
+
+
+@case
+def arguments_that_are_no_samples(note: Note) -> None:
+    table, calls = torch.linspace(-1, 1, 8), itertools.count()
+
+    def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+        x, y = batch
+        call = next(calls)
+        if call % 3 == 0:
+            return F.cross_entropy(model(x, table), y)
+        if call % 3 == 1:
+            return F.cross_entropy(model(x, table, 0.5, kind="relu", repeats=2), y)
+        return F.cross_entropy(model(x=x, mirrored=True, shift=x.sum(1, keepdim=True), table=table * 2), y)
+
+    train(note, Mixed(), loader_of(rows(40), labels(40)), loss_of)
+
+
+# ---- the loop
+
+
+@case
+def accumulation_clipping_and_a_scheduler(note: Note) -> None:
+    model = Skips()
+    optimizer = sgd(model, 0.5)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
+    model, optimizer, loader = distribute(model, optimizer, loader_of(rows(), labels(), shuffle=True))
+    for step, (x, y) in enumerate(itertools.islice(endless(loader), 20), 1):
+        (F.cross_entropy(model(x), y) / 2).backward()
+        if step % 2 == 0 or step == 19:
+            note(f"{step} norm", nn.utils.clip_grad_norm_(model.parameters(), 0.3))
+            gradients(note, model, str(step))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad(set_to_none=step % 4 == 0)
+            note(f"{step} rate", scheduler.get_last_lr()[0])
+    state(note, model, "end")
+
+
+@case
+def two_forward_passes_before_one_backward(note: Note) -> None:
+    def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+        first, second = model(batch[0]), model(batch[0] * 2)
+        return F.cross_entropy(first, batch[1]) + F.mse_loss(first, second)
+
+    train(note, Skips(), loader_of(rows(), labels()), loss_of)
+
+
+@case
+def two_losses_of_one_output(note: Note) -> None:
+    def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+        out = model(batch[0])
+        return F.cross_entropy(out, batch[1]) + 0.1 * out.square().mean() + out[:, 0].mean()
+
+    train(note, Skips(), loader_of(rows(), labels()), loss_of)
+
+
+@case
+def evaluation_between_steps(note: Note) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = adam(model)
+    loader, held_out = loader_of(rows(), labels(), shuffle=True), loader_of(rows(23, seed=3), labels(23), batch_size=8)
+    model, optimizer, loader, held_out = distribute(model, optimizer, loader, held_out)
+    for step, (x, y) in enumerate(itertools.islice(endless(loader), 10)):
+        model.train()
+        optimizer.zero_grad()
+        loss = cross_entropy(model, (x, y))
+        loss.backward()
+        gradients(note, model, str(step))
+        optimizer.step()
+        note(f"{step} loss", nl.mean(loss))
+        if step % 3:
+            continue
+        model.eval()
+        right, seen, summed = 0.0, 0.0, 0.0
+        with torch.no_grad():
+            for u, v in held_out:
+                out = model(u)
+                right += float(nl.total((out.argmax(1) == v).sum()))
+                seen += float(nl.total(len(v)))
+                summed += float(nl.total(F.cross_entropy(out, v, reduction="sum")))
+        note(f"{step} accuracy", right / seen)
+        note(f"{step} held out", summed / seen)
+
+
+@whole
+def what_rank_0_alone_reads(note: Note) -> None:
+    model = Skips()
+    optimizer = adam(model)
+    model, optimizer, loader = distribute(model, optimizer, loader_of(rows(), labels(), shuffle=True))
+    right = 0
+    for step, (x, y) in enumerate(itertools.islice(endless(loader), 8)):
+        optimizer.zero_grad()
+        out = model(x)
+        loss = F.cross_entropy(out, y)
+        if nl.is_main() and step % 2:
+            note(f"{step} loss", loss.item())
+            note(f"{step} large", bool(loss > 1))
+        loss.backward()
+        if nl.is_main():
+            norms = [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
+            note(f"{step} norms", norms)
+        optimizer.step()
+        correct = (out.argmax(1) == y).sum()
+        if nl.is_main():
+            right += int(correct)
+            note(f"{step} right", right)
+            note(f"{step} first", out[0])
+    if nl.is_main():
+        for name, value in model.state_dict().items():
+            note(f"state/{name}", value)
+
+
+@case
+def the_state_is_that_of_one_process(note: Note) -> None:
+    model = nn.Sequential(Skips(outputs=6), nn.Tanh(), nn.Linear(6, 3))
+    keys = list(model.state_dict())
+    optimizer = adam(model)
+    model, optimizer, loader = distribute(model, optimizer, loader_of(rows(), labels()))
+    for batch in itertools.islice(endless(loader), 5):
+        optimizer.zero_grad()
+        cross_entropy(model, batch).backward()
+        optimizer.step()
+    assert list(model.state_dict()) == keys
+    if nl.is_main():
+        for name, value in model.state_dict().items():
+            note(f"state/{name}", value)
+    held = {name: value.clone() for name, value in model.state_dict().items()}
+    for batch in itertools.islice(endless(loader), 3):
+        optimizer.zero_grad()
+        cross_entropy(model, batch).backward()
+        optimizer.step()
+    model.load_state_dict(held)
+    state(note, model, "loaded")
+
+
+# ---- parameters and buffers
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(6, 8).requires_grad_(False)
+        self.body = nn.Linear(8, 8)
+        self.used, self.second, self.never = nn.Linear(8, 3), nn.Linear(8, 2), nn.Linear(8, 2)
+        self.late = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = torch.tanh(self.body(torch.tanh(self.frozen(x))))
+        hidden = torch.tanh(self.late(hidden))
+        return {"out": self.used(hidden), "second": self.second(hidden), "none": None, "size": 3}
+
+
+@case
+def frozen_unused_and_ignored(note: Note) -> None:
+    train(note, Heads(), loader_of(rows(), labels()), lambda m, batch: F.cross_entropy(m(batch[0])["out"], batch[1]))
+
+
+@case
+def frozen_and_thawed(note: Note) -> None:
+    model = Skips()
+    model.first.requires_grad_(False)
+    optimizer = sgd(model)
+    model, optimizer, loader = distribute(model, optimizer, loader_of(rows(), labels()))
+    for step, batch in enumerate(itertools.islice(endless(loader), 12)):
+        model.first.requires_grad_(step // 3 % 2 == 1)
+        model.head.requires_grad_(step // 3 != 1)
+        optimizer.zero_grad()
+        loss = cross_entropy(model, batch)
+        loss.backward()
+        note(f"{step} loss", nl.mean(loss))
+        gradients(note, model, str(step))
+        optimizer.step()
+    state(note, model, "end")
+
+
+class Counting(nn.Module):
+    """Counts its calls, on different stages."""
+
+    calls: torch.Tensor
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("late", torch.zeros((), dtype=torch.long))
+        self.register_buffer("scale", torch.ones(8) / 2, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        hidden = torch.tanh(self.first(x)) * self.scale
+        hidden = torch.tanh(self.second(hidden)) / self.calls.sqrt()
+        if self.training:
+            self.late.add_(2)
+        return self.third(hidden)
+
+
+@case
+def buffers_that_count(note: Note) -> None:
+    train(note, Counting(), loader_of(rows(), labels()))
+
+
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(1 if i == 0 else 4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
+            for i in range(3)
+        )
+        self.last, self.head = nn.BatchNorm1d(4), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.last(x.mean((2, 3))))
+
+
+@whole
+def batch_norm_with_one_microbatch(note: Note) -> None:
+    model = Normalised()
+    train(note, model, loader_of(rows(35, 1, 6, 6), labels(35)), counts=(1,), count=1)
+    model.eval()
+    with torch.no_grad():
+        note("evaluated", model(rows(9, 1, 6, 6, seed=2)))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.body = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(x)
+        for _ in range(3):  # one module, called three times
+            hidden = hidden + torch.tanh(self.body(hidden))
+        return self.head(hidden)
+
+
+@case
+def tied_weights_and_a_module_called_thrice(note: Note) -> None:
+    x = labels(37, 5, classes=11)
+    train(
+        note,
+        Tied(),
+        loader_of(x, x.roll(1, 1), shuffle=True),
+        lambda m, batch: F.cross_entropy(m(batch[0]).flatten(0, 1), batch[1].flatten()),
+    )
+
+
+@case
+def tied_weights_with_clipping_and_accumulation(note: Note) -> None:
+    model = Tied()
+    optimizer = adam(model)
+    x = labels(37, 5, classes=11)
+    model, optimizer, loader = distribute(model, optimizer, loader_of(x, x.roll(1, 1)))
+    for step, (x, y) in enumerate(itertools.islice(endless(loader), 12), 1):
+        F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+        if step % 2 == 0:
+            note(f"{step} norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+            gradients(note, model, str(step))
+            optimizer.step()
+            optimizer.zero_grad()
+    state(note, model, "end")
+
+
+# ---- outputs
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    hidden: list[torch.Tensor]
+    loss: torch.Tensor | None = None
+
+
+torch.export.register_dataclass(Output, serialized_type_name="tests.Output")
+
+
+class Structured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> Output:
+        hidden = []
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            hidden.append(x)
+        return Output(self.head(x), hidden[::2])
+
+
+@case
+def a_dataclass_with_inner_activations(note: Note) -> None:
+    def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+        out = model(batch[0])
+        assert isinstance(out, Output) and out.loss is None
+        return F.cross_entropy(out.logits, batch[1]) + sum(each.square().mean() for each in out.hidden)
+
+    train(note, Structured(), loader_of(rows(), labels()), loss_of)
+
+
+class Sizes(nn.Module):
+    """Returns what it was given, a number, a view, and what shares memory with another output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = self.second(torch.tanh(self.first(x)))
+        return out, x, x.shape[0], (out[:, :1], out.T), self.first.weight, None
+
+
+@case
+def outputs_of_every_kind(note: Note) -> None:
+    def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+        out, x, count, (left, turned), weight, nothing = model(batch[0])
+        assert count == len(batch[0]) and nothing is None and turned.shape == (3, count)
+        return F.cross_entropy(out, batch[1]) + left.mean() + turned.square().mean() + (x.mean() * weight).mean()
+
+    train(note, Sizes(), loader_of(rows(), labels()), loss_of)
+
+
+# ---- inside the model
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+@case
+def activation_checkpoints(note: Note) -> None:
+    train(note, Checkpointed(), loader_of(rows(), labels()))
+
+
+class Writing(nn.Module):
+    """Edits in place, masks, and computes a part without gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        hidden[:, 0] = 0
+        with torch.no_grad():
+            weight = torch.softmax(hidden, 1)
+        hidden += self.second(torch.relu_(hidden * weight))
+        hidden = torch.where(x[:, :1] > 0, hidden, hidden.detach() * 2)
+        return self.head(hidden).clamp_(-3, 3)
+
+
+@case
+def edits_in_place_and_parts_without_gradient(note: Note) -> None:
+    train(note, Writing(), loader_of(rows(), labels()))
+
+
+class BatchMean(nn.Module):
+    """Mixes the samples half way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        hidden = torch.tanh(self.second(hidden - hidden.mean(0)))
+        return self.head(hidden)
+
+
+@whole
+def a_mean_over_the_batch_half_way(note: Note) -> None:
+    train(note, BatchMean(), loader_of(rows(), labels()))
+
+
+@case
+def dropout_draws_the_same_twice(note: Note) -> None:
+    found = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.Tanh(), nn.Linear(16, 16), nn.Dropout(0.5))
+        model.append(nn.Linear(16, 3))
+        optimizer = sgd(model)
+        model, optimizer, loader = distribute(model, optimizer, loader_of(rows(), labels()))
+        losses = []
+        for batch in itertools.islice(endless(loader), 5):
+            optimizer.zero_grad()
+            loss = cross_entropy(model, batch)
+            loss.backward()
+            optimizer.step()
+            losses.append(float(nl.mean(loss)))
+        found.append(losses)
+    note("the same", found[0] == found[1])
+    note("it learns from all draws", len(set(found[0])) == len(found[0]))
+
+
+@case
+def autocast_to_bfloat16(note: Note) -> None:
+    def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(batch[0])
+            assert out.dtype == torch.bfloat16
+        return F.cross_entropy(out.float(), batch[1])
+
+    train(note, Skips(width=16).float(), loader_of(rows().float(), labels()), loss_of, counts=(4,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -11,11 +12,11 @@ from torch import nn
 import nearlinear as nl
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cases import CASES
 
 
-def main() -> None:
-    nl.distribute(nn.Linear(1, 1))
+def main(module: str, strategy: str) -> None:
+    CASES = importlib.import_module(module).CASES  # noqa: N806
+    nl.distribute(nn.Linear(1, 1), strategy=strategy)
     for name, (words, fn) in CASES.items():
         torch.manual_seed(0)
         try:
@@ -30,4 +31,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*(sys.argv[1:] or ("cases", "data")))

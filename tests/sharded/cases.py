@@ -150,6 +150,27 @@ def an_optimizer_that_has_stepped(note: Note) -> None:
 
 
 @case
+def a_scaler_that_skips_a_step(note: Note) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = start(model, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2)
+    for i, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        if i == 1:  # overflows on the last rank alone
+            loss = loss + (float("inf") if nl.rank() == nl.world_size() - 1 else 0.0) * model(x).sum()
+        scaler.scale(loss).backward()
+        if i != 1:
+            scaler.unscale_(optimizer)
+            note(f"{i} norm", nn.utils.clip_grad_norm_(model.parameters(), 0.3))
+        scaler.step(optimizer)
+        scaler.update()
+        note(f"{i} scale", scaler.get_scale())
+    state(note, model)
+
+
+@case
 def two_optimizers_of_one_model(note: Note) -> None:
     model = Net()
     blocks = torch.optim.Adam(model.blocks.parameters(), lr=0.01)

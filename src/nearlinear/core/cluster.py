@@ -85,8 +85,8 @@ class Crowd:
 
     Args:
         busy: How many work, the first of the cluster.
-        compute: Share of ``flops`` that each of them has.
-        memory: Share of ``memory_bandwidth`` that each of them has.
+        compute: Share of ``flops`` that each of them has; the slowest's, where they differ.
+        memory: Share of ``memory_bandwidth`` that each of them has; the slowest's, where they differ.
     """
 
     busy: int

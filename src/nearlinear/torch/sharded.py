@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nearlinear import events
+from nearlinear.core.cluster import Link
 from nearlinear.core.plan import Plan
 from nearlinear.errors import InputError
 from nearlinear.torch import gradient as gradient_slot
@@ -36,7 +37,16 @@ from nearlinear.torch.collectives import Pending
 from nearlinear.torch.reducer import Reducer
 from nearlinear.torch.session import Session
 from nearlinear.torch.sharded_blocks import LEAF_BYTES, blocks_of, members
-from nearlinear.torch.sharded_tensors import ShardGroup, is_sharded, meshes, reading_plain_state, rows_of, total_norm
+from nearlinear.torch.sharded_tensors import (
+    ShardGroup,
+    found_anywhere,
+    is_sharded,
+    local,
+    meshes,
+    reading_plain_state,
+    rows_of,
+    total_norm,
+)
 from nearlinear.torch.state import require_equal
 
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -79,7 +89,7 @@ def shard(
     _refuse(model, optimizer, blocks, sharded)
     mesh, group = _mesh(session, sharded[0][1].device)
     _fully_shard(model, blocks, {p for _, p in left}, mesh, sharded, optimizer, plan)
-    _norm_of_shards()
+    _read_gradients_together()
     names = [name for name, _ in sharded]
     parameters = dict(model.named_parameters())
     shards = Shards([(name, parameters[name]) for name in names], model, session, group, number)
@@ -257,17 +267,17 @@ def _retire(name: str, parameter: torch.Tensor, successor: torch.Tensor) -> None
     setattr(parameter, _SUCCESSOR, successor)
 
 
-def _norm_of_shards() -> None:
-    """Let ``clip_grad_norm_`` return a plain number.
+def _read_gradients_together() -> None:
+    """Let ``clip_grad_norm_`` and ``GradScaler`` ask all ranks about the gradients, in one message each.
 
-    torch's own returns the norm of shards as a tensor whose value is still to be summed over the ranks when it is
-    read, which one rank cannot do alone (to print it) and ``format`` not at all.
+    torch's own norm of shards is a tensor whose value is still to be summed over the ranks when it is read, which one
+    rank cannot do alone (to print it) and ``format`` not at all; and its scaler takes shards alone, or none.
     """
     from torch.nn.utils import clip_grad
 
     module: Any = clip_grad
-    original = module._get_total_norm
-    if hasattr(original, "nearlinear"):
+    norm_of, unscale_of = module._get_total_norm, torch._amp_foreach_non_finite_check_and_unscale_
+    if hasattr(norm_of, "nearlinear"):
         return
 
     def get_total_norm(
@@ -275,15 +285,21 @@ def _norm_of_shards() -> None:
     ) -> torch.Tensor:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         if not any(is_sharded(tensor) for tensor in tensors):
-            norm: torch.Tensor = original(tensors, norm_type, error_if_nonfinite, foreach)
+            norm: torch.Tensor = norm_of(tensors, norm_type, error_if_nonfinite, foreach)
             return norm
         norm = total_norm(tensors, float(norm_type))
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of the gradients is {float(norm)}, so they cannot be clipped")
         return norm
 
+    def unscale(gradients: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+        rows = [local(gradient) if is_sharded(gradient) else gradient for gradient in gradients]
+        unscale_of([each for each in rows if each.numel()], found_inf, inv_scale)
+        found_anywhere(gradients, found_inf)
+
     get_total_norm.nearlinear = True  # type: ignore[attr-defined]
     module._get_total_norm = nn.utils.get_total_norm = get_total_norm
+    torch._amp_foreach_non_finite_check_and_unscale_ = unscale
 
 
 # ---- while it trains
@@ -300,7 +316,7 @@ class Shards:
         number: Number of the ``distribute`` call, for events.
     """
 
-    link = None
+    link: Link | None = None
 
     def __init__(self, named: Named, model: nn.Module, session: Session, group: ShardGroup, number: int) -> None:
         self.names = [name for name, _ in named]
@@ -443,7 +459,7 @@ class Shards:
 
     # ---- steps
 
-    def before_step(self, *, first: bool) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, *, first: bool) -> None:
         """Make sure that the optimizer reads the gradient of one process."""
         if self.in_backward:
             raise InputError(
@@ -451,7 +467,7 @@ class Shards:
                 "combined; call it after loss.backward()"
             )
 
-    def after_step(self) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that the optimizer stepped."""
 
     def compare(self, step: int) -> None:

@@ -134,6 +134,14 @@ def total_norm(tensors: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch
     return _norm(torch.stack(parts), norm_type)
 
 
+@torch.no_grad()
+def found_anywhere(tensors: Sequence[torch.Tensor], found: torch.Tensor) -> None:
+    """Set ``found`` where some rank has; all ranks call it if ``tensors`` are sharded."""
+    sharded = next((tensor for tensor in tensors if is_sharded(tensor)), None)
+    if sharded is not None:
+        found.copy_(torch.stack(_group_of(sharded).all_gather(found, "the check for overflows")).amax(0))
+
+
 def _norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
     if tensor.numel() == 0:  # of no rows; the largest of none would be an error
         return tensor.new_zeros((), dtype=torch.zeros((), dtype=tensor.dtype).abs().dtype)

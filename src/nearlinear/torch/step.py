@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,29 +25,30 @@ def step(fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> torch.Tensor:
         pipelines = Pipeline.alive()
-        if len(pipelines) > 1:
-            raise InputError(f"nl.step with {len(pipelines)} models in pipelines; call backward yourself, in a plain loop")
-        if not pipelines:
-            loss = _checked(fn(*args, **kwargs))
-            loss.backward()  # type: ignore[no-untyped-call]
-            return loss.detach()
-        return _interleaved(pipelines[0], fn, args, kwargs)
+        if pipelines:
+            return _interleaved(pipelines, fn, args, kwargs)
+        loss = _checked(fn(*args, **kwargs))
+        torch.autograd.backward(loss)
+        return loss.detach()
 
     return run
 
 
 def _interleaved(
-    pipeline: Pipeline, fn: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    pipelines: Sequence[Pipeline], fn: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.Tensor:
     """Run the function on one microbatch after another, forward and backward in the order of 1F1B."""
     call = Call.of(args, kwargs, 0)
+    pipeline = pipelines[-1]  # all of a script are of the same ranks
     count = max(1, min(pipeline.microbatches, call.samples // 2))
     pieces = [_piece(call, begin, end) for begin, end in parts(call.samples, count)]
     weights = _weights(pieces, call)
     stage = pipeline.session.rank - pipeline.ranks[0]
     losses: dict[int, torch.Tensor] = {}
     total: Any = 0.0
-    with pipeline.interleaving():
+    with contextlib.ExitStack() as stack:
+        for each in pipelines:
+            stack.enter_context(each.interleaving())
         for action in one_f_one_b(len(pipeline.ranks), count).stages[stage]:
             number = action.microbatch
             if action.kind is Kind.FORWARD:

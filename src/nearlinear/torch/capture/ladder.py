@@ -15,8 +15,11 @@ random numbers.
 from __future__ import annotations
 
 import contextlib
+import os
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -251,7 +254,20 @@ def _without_cache(model: nn.Module) -> Iterator[list[str]]:
 def _reason(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else "no message"
-    return f"{type(error).__name__}: {text[:200]}"
+    where = _line_of(error)
+    return f"{type(error).__name__}: {text[:200]}{f' at {where}' if where else ''}"
+
+
+def _line_of(error: Exception) -> str:
+    """Return the line of the model's own code where ``error`` comes from, as far as the traceback shows it."""
+    found = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if not any(part in frame.filename for part in _NOT_THE_MODELS):
+            found = f"{Path(frame.filename).name}:{frame.lineno}: {frame.line}"
+    return found
+
+
+_NOT_THE_MODELS = (f"{os.sep}torch{os.sep}", f"{os.sep}nearlinear{os.sep}torch{os.sep}", "<")
 
 
 def _few(names: Sequence[str], most: int = 3) -> str:

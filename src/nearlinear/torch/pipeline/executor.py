@@ -16,6 +16,7 @@ back as the gradient of what was sent.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -352,8 +353,11 @@ class _Ahead:
 
 def size(expression: Any, samples: int) -> Any:
     """Return the value of an expression in the number of samples."""
-    if isinstance(expression, int):
-        return expression
+    return expression if isinstance(expression, int) else _evaluated(expression, samples)
+
+
+@functools.lru_cache(maxsize=4096)
+def _evaluated(expression: Any, samples: int) -> Any:
     value = expression.subs(dict.fromkeys(expression.free_symbols, samples))
     return int(value) if value.is_integer else bool(value) if value.is_Boolean else float(value)
 

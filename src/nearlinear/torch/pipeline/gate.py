@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,34 +47,44 @@ def require_same_numbers(model: nn.Module, call: Call, captured: Captured, cut: 
 def _difference(model: nn.Module, call: Call, captured: Captured, cut: Split) -> str:
     few = call.with_samples(min(call.samples, _SAMPLES))
     restart = random_streams.remember()
-    with untouched(model), torch.enable_grad():
-        outputs, gradients = _of_model(model, few)
-        restart()
-        for each in model.parameters():
-            each.grad = None
-        split_outputs, split_gradients = _of_split(model, few, captured, cut)
+    with _afresh(model):
+        outputs = _of_model(model, few)
+        expected = _left_in(model)
+    restart()
+    with _afresh(model):
+        split_outputs = _of_split(model, few, captured, cut)
+        found = _left_in(model)
     restart()
     for number, (here, there) in enumerate(zip(outputs, split_outputs, strict=True)):
         off = _off(here, there)
         if off:
             return f"output {number} {off}"
-    for name, here in gradients.items():
-        off = _off(here, split_gradients[name])
+    for what, value in expected.items():
+        off = _off(value, found[what])
         if off:
-            return f"the gradient of {name} {off}"
+            return f"{what} {off}"
     return ""
 
 
-def _of_model(model: nn.Module, call: Call) -> tuple[list[Any], dict[str, torch.Tensor | None]]:
+@contextlib.contextmanager
+def _afresh(model: nn.Module) -> Iterator[None]:
+    """Begin without gradients, and leave no trace in the model."""
+    with untouched(model), torch.enable_grad():
+        for each in model.parameters():
+            each.grad = None
+        yield
+
+
+def _of_model(model: nn.Module, call: Call) -> list[torch.Tensor]:
     returned = model(*call.args, **call.kwargs)
     outputs = [each for each in pytree.tree_leaves(returned) if isinstance(each, torch.Tensor)]
-    _loss(outputs).backward()  # type: ignore[no-untyped-call]
-    return [each.detach() for each in outputs], _gradients(model)
+    loss = _loss(outputs)
+    if loss.requires_grad:
+        loss.backward()  # type: ignore[no-untyped-call]
+    return [each.detach() for each in outputs]
 
 
-def _of_split(
-    model: nn.Module, call: Call, captured: Captured, cut: Split
-) -> tuple[list[Any], dict[str, torch.Tensor | None]]:
+def _of_split(model: nn.Module, call: Call, captured: Captured, cut: Split) -> list[torch.Tensor]:
     assert captured.program is not None
     leaves = in_order(call, captured.program.call_spec.in_spec)
     state = State(model, captured.program)
@@ -90,7 +101,7 @@ def _of_split(
         loss.backward()  # type: ignore[no-untyped-call]
     found = [each.grad if isinstance(each, torch.Tensor) and each.requires_grad else None for each in made]
     run.backward(found, {place for place, each in enumerate(found) if each is not None})
-    return [each.detach() for each in outputs], _gradients(model)
+    return [each.detach() for each in outputs]
 
 
 def _once(model: nn.Module) -> bool:
@@ -121,8 +132,13 @@ def _loss(outputs: list[torch.Tensor]) -> torch.Tensor:
     return total if isinstance(total, torch.Tensor) else torch.zeros(())
 
 
-def _gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    return {name: None if each.grad is None else each.grad.detach().clone() for name, each in model.named_parameters()}
+def _left_in(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return what a pass leaves in the model: gradients and buffers."""
+    gradients = {
+        f"the gradient of {name}": None if each.grad is None else each.grad.detach().clone()
+        for name, each in model.named_parameters()
+    }
+    return {**gradients, **{f"buffer {name}": each.detach().clone() for name, each in model.named_buffers()}}
 
 
 def _off(here: torch.Tensor | None, there: torch.Tensor | None) -> str:

@@ -31,6 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils.weak import TensorWeakRef  # a plain one may hand out a tensor whose insides are gone
 
 from nearlinear.errors import DriftError, InputError, NearlinearError
 from nearlinear.runtime.messages import Message, text, whole_number
@@ -43,6 +44,7 @@ from nearlinear.torch.state import _checksum as checksum
 
 _LARGE = 256 * 1024  # bytes of a gradient that travels alone
 GONE: Mapping[str, Any] = {"kind": "refused", "why": "the model is gone there"}
+_READING = "reading the gradient of"
 _NOTES = 4  # edits of one gradient whose norms are kept
 _ABSENT, _HERE, _APART = 0.0, 1.0, 2.0  # no gradient; a gradient; one that is not summed over its holders yet
 
@@ -195,7 +197,8 @@ class Gradients:
 
         def before_norms() -> bool:
             standing = self.values.stands()
-            return edits >= 0 and not self._noted and (standing is None or standing.startswith("reading"))
+            between = standing is None or standing.startswith(_READING)  # it may still ask for values
+            return edits >= 0 and not self._noted and between
 
         def known(now: int | None) -> bool:
             return edits in (-1, now) or (order, edits) in own.notes
@@ -328,7 +331,7 @@ class Own:
         self.found = slot.get(self.parameter) is not None  # the script may put None there before others ask
 
     def _set(self, gradient: torch.Tensor | None, offset: int) -> None:
-        self._seen = weakref.ref(gradient) if gradient is not None else None
+        self._seen = TensorWeakRef(gradient) if gradient is not None else None
         self._offset = self._last = offset
         self._base = gradient._version if gradient is not None else 0
 
@@ -450,7 +453,7 @@ class Away(Source):
 
     def __init__(self, name: str, keeper: int, gradients: Gradients) -> None:
         self.name, self.keeper, self._gradients = name, keeper, gradients
-        self.what = f"reading the gradient of {name}, which lies on rank {keeper}"
+        self.what = f"{_READING} {name}, which lies on rank {keeper}"
         self._tensor: torch.Tensor | None = None
         self._base = 0
         self._put: torch.Tensor | None = None  # what the script has put there

@@ -30,7 +30,17 @@ import torch
 
 from nearlinear.errors import InputError, NearlinearError
 from nearlinear.runtime.messages import LONGEST, Malformed, Message, whole_number
-from nearlinear.torch.pipeline.recipe import Path, Recipe, pack_path, unpack_path, walk
+from nearlinear.torch.pipeline.recipe import (
+    Draw,
+    Path,
+    RandomState,
+    Recipe,
+    content,
+    digest,
+    pack_path,
+    unpack_path,
+    walk,
+)
 
 if TYPE_CHECKING:
     from nearlinear.torch.pipeline.values import Answer, Values
@@ -38,7 +48,8 @@ if TYPE_CHECKING:
 SMALL = 2**20  # bytes of a value that is kept whether or not the program keeps it
 PATIENCE_S, PATIENCE_BYTES_PER_S = 0.02, 1e8  # with an owner that stands in an exchange, before the reader computes
 SLOWER = 5.0  # patience with an owner that is in its own code
-DRAW_PATIENCE_S = 5.0  # of a random result, which the reader cannot compute in the owner's stead
+LONGEST_PATIENCE_S = 5.0
+DRAW_PATIENCE_S = 5.0  # with a random result, which the reader had better not compute before the owner has drawn
 
 
 class State:
@@ -91,7 +102,7 @@ class Ledger:
         self._alive: dict[bytes, list[weakref.ref[Owned]]] = {}
         self._kept: dict[int, dict[bytes, list[tuple[Recipe, torch.Tensor]]]] = {}  # by the epoch of its death
         self._recipes: dict[int, list[weakref.ref[Recipe]]] = {}
-        self._draws: dict[tuple[int, bytes], int] = {}
+        self._draws: dict[tuple[int, bytes], list[bytes]] = {}  # what stands for the random state before each
         self._wanted: set[bytes] = set()
         values.on_ended.append(self._ended)
         values.handlers["placed"] = self._asked
@@ -128,11 +139,11 @@ class Ledger:
             alive = [ref for ref in self._alive.get(state.recipe.key, ()) if ref() is not state]
             self._alive[state.recipe.key] = alive
 
-    def draw(self, key: bytes) -> int:
-        """Return the number of this draw among those of the epoch with this key, from 1."""
-        place = (self.values.began, key)
-        self._draws[place] = number = self._draws.get(place, 0) + 1
-        return number
+    def draw(self, key: bytes, state: RandomState) -> Draw:
+        """Return the call of a random operator that begins, whose key would be ``key``."""
+        draws = self._draws.setdefault((self.values.began, key), [])
+        draws.append(digest(b"".join(map(content, state))))
+        return Draw(key, len(draws), draws[-1])
 
     def _bury(self) -> None:
         while self.dying:
@@ -157,14 +168,14 @@ class Ledger:
                 recipe = ref()
                 if recipe is not None:
                     recipe.seal()
-        self._draws = {place: count for place, count in self._draws.items() if place[0] >= number}
+        self._draws = {place: draws for place, draws in self._draws.items() if place[0] >= number}
 
     # ---- what is asked for
 
     def _asked(self, message: Message) -> Answer:
         epoch, key, identity = whole_number(message, "epoch"), _bytes(message, "key"), _bytes(message, "identity")
         needs = [(_hex(pair[0]), _hex(pair[1])) for pair in message.get("needs", ())]
-        draw = message.get("draw")
+        draw = _draw(message)
         patience = DRAW_PATIENCE_S if draw else float(message.get("patience", PATIENCE_S))
         path = unpack_path(message.get("path"))
         since: float | None = None
@@ -175,7 +186,7 @@ class Ledger:
             past = values.began > epoch or values.closing
             if self._find(key, identity) is not None:
                 return {"kind": "found"}
-            if past:
+            if past or (draw and len(self._draws.get((epoch, draw.key), ())) >= draw.number):
                 return self._absent(draw, epoch)
             stuck = values.ended >= epoch and values.stands() is not None
             if stuck or (needs and not draw and all(self._find(*need) is not None for need in needs)):
@@ -205,12 +216,15 @@ class Ledger:
                 torch.cuda.synchronize(view.device)
             return view.detach().cpu() if view.is_cuda else view.detach().clone()
 
-    def _absent(self, draw: Any, epoch: int, *, stuck: bool = False) -> dict[str, Any]:
-        if draw and (stuck or self._draws.get((epoch, _hex(draw[0])), 0)):
+    def _absent(self, draw: Draw | None, epoch: int, *, stuck: bool = False) -> dict[str, Any]:
+        """Return the answer that sends the reader to compute; a random result must then come out the same."""
+        made = self._draws.get((epoch, draw.key), []) if draw else []
+        if draw and (made[draw.number - 1 : draw.number] != [draw.before] if made else stuck):
             return {
                 "kind": "refused",
-                "why": f"draw {draw[1]} of a random operator on the output was made here "
-                f"{self._draws.get((epoch, _hex(draw[0])), 0)} times; call it on every rank, or on none but this one",
+                "why": f"a random operator was called on the output {draw.number} times there and {len(made)} times "
+                "here, or with other random numbers; call it on every rank, or on none but the reader's, after the "
+                "same random numbers on all",
             }
         return {"kind": "absent"}
 
@@ -289,11 +303,11 @@ def _question(base: Recipe, path: Path) -> dict[str, Any] | None:
         "identity": base.identity().hex(),
         "epoch": base.epoch,
         "path": pack_path(path),
-        "patience": PATIENCE_S + moved / PATIENCE_BYTES_PER_S,
+        "patience": min(PATIENCE_S + moved / PATIENCE_BYTES_PER_S, LONGEST_PATIENCE_S),
         "needs": [[each.key.hex(), each.identity().hex()] for each in bases] if len(bases) <= 8 else [],
     }
     if base.draw is not None:
-        fields["draw"] = [base.draw[0].hex(), base.draw[1]]
+        fields["draw"] = [base.draw.key.hex(), base.draw.number, base.draw.before.hex()]
     return fields if len(json.dumps(fields)) < LONGEST - 64 else None
 
 
@@ -314,6 +328,15 @@ def _as(answer: torch.Tensor, recipe: Recipe) -> torch.Tensor:
 
 def _bytes(message: Mapping[str, Any], name: str) -> bytes:
     return _hex(message.get(name))
+
+
+def _draw(message: Mapping[str, Any]) -> Draw | None:
+    draw = message.get("draw")
+    if draw is None:
+        return None
+    if not isinstance(draw, list) or len(draw) != 3 or not isinstance(draw[1], int):
+        raise Malformed("of no draw")
+    return Draw(_hex(draw[0]), draw[1], _hex(draw[2]))
 
 
 def _hex(value: Any) -> bytes:

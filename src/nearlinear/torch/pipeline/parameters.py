@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import TensorWeakRef
 
 from nearlinear.errors import InputError
 from nearlinear.runtime.messages import Message, text, whole_number
@@ -367,7 +368,7 @@ class _Away(Source):
 
     def attach(self, tensor: torch.Tensor) -> None:
         """Begin to count the edits of ``tensor``."""
-        self._tensor = weakref.ref(tensor)
+        self._tensor = TensorWeakRef(tensor)
         self._base = tensor._version
 
     def stepped(self) -> None:

@@ -331,7 +331,7 @@ def _run(func: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             )
         if plain:
             return func(*_plainly(args), **_plainly_named(kwargs))
-        if facts.reshapes or facts.out or facts.more or any(tensor._memory.conjugated for tensor in written):
+        if written and (facts.reshapes or facts.out or facts.more or any(t._memory.conjugated for t in written)):
             raise InputError(
                 f"{facts.name} cannot write to what a model in a pipeline returned, whose memory is on rank "
                 f"{written[0]._memory.state.recipe.owner} alone; use the operator that returns a new tensor"
@@ -446,9 +446,9 @@ class _Call:
         key = digest(b"\0".join([part if isinstance(part, bytes) else part.encode() for part in self.parts]))
         epoch, draw, state = self.ledger.values.began, None, None
         if self.facts.random:
-            draw = key, self.ledger.draw(key)
-            key = digest(key + f"draw {epoch} {draw[1]}".encode())
-            state = None if self.mine else random_state(self.device, self.kwargs.get("generator"))
+            state = random_state(self.device, self.kwargs.get("generator"))
+            draw = self.ledger.draw(key, state)
+            key = digest(key + f"draw {epoch} {draw.number}".encode())
 
         def record(index: int | None, inner: torch.Tensor, device: torch.device) -> State:
             recipe = Recipe(
@@ -461,7 +461,7 @@ class _Call:
                 index,
                 written=before,
                 draw=draw,
-                state=state,
+                state=None if self.mine else state,
                 like=None if self.mine else inner,
                 device=device,
                 late=self.late,

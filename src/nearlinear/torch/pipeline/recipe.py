@@ -223,8 +223,8 @@ class Recipe:
         kwargs: Its keyword arguments likewise.
         index: Which of its results; of what was ``written``, if anything was.
         written: What the operator writes to, before it does.
-        draw: For a random operator: which draw of those with this key; the key itself is different for each.
-        state: The random generators' states before it, as ``random_state`` returns them.
+        draw: For a random operator: which call it is; the key is different for each.
+        state: The random generators' states before it; None on the owner.
         like: A meta tensor of the value's shape; None on the owner.
         device: Where the value lies on this rank.
         late: Whether the key does not hold the content of all that went into it.
@@ -262,8 +262,8 @@ class Recipe:
         *,
         written: tuple[Recipe, ...] = (),
         path: Path = (),
-        draw: tuple[bytes, int] | None = None,
-        state: Any = None,
+        draw: Draw | None = None,
+        state: RandomState | None = None,
         like: torch.Tensor | None = None,
         device: torch.device | None = None,
         late: bool = False,
@@ -352,7 +352,7 @@ class Recipe:
             return item
 
         args, kwargs = filled(self.args), {name: filled(item) for name, item in self.kwargs.items()}
-        if self.draw is None:
+        if self.state is None:
             result = self.func(*args, **kwargs)
         else:
             with drawing_from(self.state, kwargs):
@@ -365,24 +365,44 @@ class Recipe:
         return value
 
 
-def random_state(device: torch.device, generator: torch.Generator | None) -> Any:
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """A call of a random operator.
+
+    Args:
+        key: What its key would be if it were not random.
+        number: Which of the epoch's calls with that key, from 1.
+        before: What stands for the random generators' states before it.
+    """
+
+    key: bytes
+    number: int
+    before: bytes
+
+
+RandomState = tuple[
+    torch.Tensor, ...
+]  # of the operator's own generator; or of the CPU's, and a GPU's where it is on one
+
+
+def random_state(device: torch.device, generator: torch.Generator | None) -> RandomState:
     """Return the states of the generators that a random operator draws from."""
     if generator is not None:
-        return generator.get_state()
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return (generator.get_state(),)
+    return (torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else []))
 
 
 @contextmanager
-def drawing_from(state: Any, kwargs: dict[str, Any]) -> Iterator[None]:
+def drawing_from(state: RandomState, kwargs: dict[str, Any]) -> Iterator[None]:
     """Let a random operator draw from generators in ``state``; those of the process are left as they are."""
     generator = kwargs.get("generator")
     if generator is not None:
         kwargs["generator"] = torch.Generator(generator.device)
-        kwargs["generator"].set_state(state)
+        kwargs["generator"].set_state(state[0])
         yield
         return
     with torch.random.fork_rng():
         torch.set_rng_state(state[0])
-        if state[1] is not None:
-            torch.cuda.set_rng_state(state[1])
+        for each in state[1:]:
+            torch.cuda.set_rng_state(each)
         yield

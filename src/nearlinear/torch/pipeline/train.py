@@ -215,8 +215,11 @@ class Pipeline:
         if self.device.type == "meta":
             self.device = next(leaf.device for leaf in call_leaves(call) if isinstance(leaf, torch.Tensor))
         self._require_one_batch(call)
-        with _with_shapes(model, self.device):
-            captured = capture(model, call.args, call.kwargs, rungs=(NON_STRICT, STRICT))
+        try:
+            with _with_shapes(model, self.device):
+                captured = capture(model, call.args, call.kwargs, rungs=(NON_STRICT, STRICT))
+        except InputError as error:
+            raise InputError(f"{error}; strategy 'data' or 'sharded' trains it as it is") from None
         if captured.program is None:
             raise InputError(
                 f"{type(model).__name__} cannot be run in stages: {'; '.join(captured.notes)}; strategy 'data' or "
@@ -349,8 +352,7 @@ class Pipeline:
         """Run the backward pass over one call of the model."""
         assert self._held is not None
         self.samples += run.samples
-        if self.session.rank == self.ranks[0]:
-            events.publish("backward", model=self.number)
+        events.publish("backward", model=self.number)
         self._held.backward_began()
         with torch.enable_grad(), self.own_stream():
             run.backward(gradients, {place for place, each in enumerate(gradients) if each is not None})

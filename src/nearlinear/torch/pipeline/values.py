@@ -37,6 +37,7 @@ from nearlinear.units import seconds
 
 HELLO_S = 10.0  # who has not introduced himself by then is shown out
 POLL_S = 0.02  # between two looks at what nobody announces: a version, a wait of the main thread
+LATER_S = 10.0  # who is asked gives up later than who asks, who can say more
 STRANGERS = 64  # connections that are kept beside one of every rank
 
 Answer = torch.Tensor | dict[str, Any]
@@ -226,7 +227,7 @@ class Values:
 
     def until(self, ready: Callable[[], dict[str, Any] | None], what: str) -> dict[str, Any]:
         """Return what ``ready`` returns once it is something; for handlers. Refuse when the deadline has passed."""
-        until = time.monotonic() + self.session.deadline_s
+        until = time.monotonic() + self.session.deadline_s + LATER_S
         with self.changed:
             while True:
                 answer = ready()

@@ -98,6 +98,12 @@ def test_a_rank_that_fails_does_not_wait_to_serve(tmp_path: Path) -> None:
     assert all(result.exit_code for result in results)
 
 
+def test_a_call_of_the_model_on_one_rank_alone_is_named(tmp_path: Path) -> None:
+    results = run_processes(script(tmp_path, "if MAIN: model(X).tolist()"), 2, env=ENV, timeout_s=100, grace_s=15)
+    assert "it has ended after call 1 of the model, and call 2 was made elsewhere" in results[0].stderr
+    assert [result.exit_code for result in results] == [1, 0]
+
+
 # ---- without other processes
 
 

@@ -9,7 +9,6 @@ import pytest
 from conftest import TESTS, run
 
 
-
 def names(file: str) -> list[str]:
     lines = (TESTS / "refusals" / file).read_text().splitlines()
     return [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from models import Block, Task
+from models import BYTES, CONTEXT, Block, Decoder, Task
 from torch import Tensor, nn
 
 WIDTH, SAMPLES, LAYERS = 256, 32, 8
@@ -33,6 +33,12 @@ def heavy_head(positions: int = POSITIONS) -> Task:
         x,
         torch.randint(VOCABULARY, (SAMPLES, positions)),
     )
+
+
+def adam_decoder(width: int, layers: int) -> Task:
+    """Build a decoder over bytes, to be trained with Adam on short texts: much memory for little computing."""
+    data = torch.randint(BYTES, (8, CONTEXT // 8 + 1), device="cpu")
+    return Task(Decoder(width, layers, 4), data[:, :-1].contiguous(), data[:, 1:].contiguous())
 
 
 def _batch(positions: int) -> tuple[Tensor, Tensor]:

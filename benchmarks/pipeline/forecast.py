@@ -29,7 +29,9 @@ def forecast(planned: Planned, microbatches: int) -> dict[str, Any]:
 
 def _step(work: list[Work], bandwidth: float, microbatches: int) -> float:
     each = [
-        Work(stage.forward / microbatches, stage.backward / microbatches, output_bytes=stage.output_bytes / microbatches)
+        Work(
+            stage.forward / microbatches, stage.backward / microbatches, output_bytes=stage.output_bytes / microbatches
+        )
         for stage in work
     ]
     device, link = Device("core", 1e9, {"float32": 1e11}, 1e10), Link(0.0, bandwidth)

@@ -24,11 +24,12 @@ sys.path.append(str(Path(__file__).parent.parent / "data_parallel"))
 
 import torch
 import torch.distributed as dist
-from cases import CASES
 from cores import QUIET, SETTLING, program_seconds, wait_until_quiet
 from forecast import forecast
 from models import Task
 from ways import Nearlinear, as_torch_has_it, start
+
+from cases import CASES
 
 WARM_UP = 2  # memory is found, and torch's pipeline asks for shapes, in the first steps
 

@@ -1,8 +1,8 @@
 """Models and loops with one difficulty each; a pipeline must leave them with the numbers of one process.
 
-A case is a function of ``note(name, value)``: it trains and notes what must agree. ``train`` goes through all numbers of
-microbatches, with SGD first and Adam then. A ``@case`` holds under data x pipeline too; a ``@whole`` one only where one
-pipeline sees the whole batch, because its loss is no mean over samples.
+A case is a function of ``note(name, value)``: it trains and notes what must agree. ``train`` goes through all numbers
+of microbatches, with SGD first and Adam then. A ``@case`` holds under data x pipeline too; a ``@whole`` one only where
+one pipeline sees the whole batch, because its loss is no mean over samples.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def adam(model: nn.Module, lr: float = 0.005) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=lr)
 
 
-def distribute(model: nn.Module, optimizer: torch.optim.Optimizer | None, *loaders: Any, count: int = 4, **more: Any) -> Any:
-    return nl.distribute(
-        model, optimizer, *loaders, strategy=dataclasses.replace(plan, microbatches=count), **more
-    )
+def distribute(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, *loaders: Any, count: int = 4, **more: Any
+) -> Any:
+    return nl.distribute(model, optimizer, *loaders, strategy=dataclasses.replace(plan, microbatches=count), **more)
 
 
 def use_microbatches(model: nn.Module, count: int) -> None:
@@ -113,11 +113,11 @@ def train(
     counts: Sequence[int] = MICROBATCHES,
     optimizers: Sequence[Callable[[nn.Module], torch.optim.Optimizer]] = (sgd, adam),
     steps: int = STEPS,
-    **more: Any,
+    weight: Any = None,
 ) -> None:
     """Distribute and run the plain loop: each optimizer with each number of microbatches."""
     first, *others = (make(model) for make in optimizers)
-    model, first, loader = distribute(model, first, loader, **more)
+    model, first, loader = distribute(model, first, loader, count=counts[0], weight=weight)
     others = [distribute(model, other)[1] for other in others]
     batches = endless(loader)
     for number, optimizer in enumerate((first, *others)):
@@ -180,7 +180,9 @@ class UNet(nn.Module):
         super().__init__()
         self.down1 = nn.Conv2d(1, width, 3, padding=1)
         self.down2 = nn.Conv2d(width, 2 * width, 3, padding=1)
-        self.middle = nn.Sequential(nn.Conv2d(2 * width, 2 * width, 3, padding=1), nn.GroupNorm(2, 2 * width), nn.SiLU())
+        self.middle = nn.Sequential(
+            nn.Conv2d(2 * width, 2 * width, 3, padding=1), nn.GroupNorm(2, 2 * width), nn.SiLU()
+        )
         self.up2 = nn.ConvTranspose2d(2 * width, width, 2, stride=2)
         self.join2 = nn.Conv2d(3 * width, width, 3, padding=1)
         self.up1 = nn.ConvTranspose2d(width, width, 2, stride=2)
@@ -262,16 +264,28 @@ def lstm_with_a_mean_over_tokens_inside(note: Note) -> None:
     train(note, Tagger(), loader_of(x, y), lambda m, batch: m(*batch)["loss"])
 
 
+@case
+def a_mean_over_tokens_outside(note: Note) -> None:
+    def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return F.cross_entropy(model(x)["logits"].flatten(0, 1), y.flatten(), ignore_index=-100)
+
+    x, y = labels(20, 7, classes=11), labels(20, 7, classes=11, seed=9)
+    y[2:4] = -100
+    y[13:, 2:] = -100
+    train(note, Tagger(), loader_of(x, y), loss_of, weight=lambda batch: (batch[1] != -100).sum())
+
+
 @whole
 def contrastive_loss_inside(note: Note) -> None:
     train(note, Pairs(inside=True), loader_of(rows(), rows(seed=9)), its_own)
 
 
-@whole
+@case
 def contrastive_loss_outside(note: Note) -> None:
     def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
         left, right, scale = model(*batch)
-        return contrast(left, right, scale.log())
+        return contrast(nl.gather(left), nl.gather(right), scale.log())
 
     train(note, Pairs(inside=False), loader_of(rows(), rows(seed=9)), loss_of)
 
@@ -307,8 +321,7 @@ class Reader(nn.Module):
 def sequences_of_changing_length(note: Note) -> None:
     x, y = labels(40, 9, classes=11), labels(40)
     batches = [
-        (x[begin : begin + 10, :length], y[begin : begin + 10])
-        for begin, length in ((0, 9), (10, 5), (20, 9), (30, 7))
+        (x[begin : begin + 10, :length], y[begin : begin + 10]) for begin, length in ((0, 9), (10, 5), (20, 9), (30, 7))
     ]
     train(note, Reader(), DataLoader(batches, batch_size=None), counts=(4, 5))
 
@@ -558,7 +571,7 @@ class Normalised(nn.Module):
 @whole
 def batch_norm_with_one_microbatch(note: Note) -> None:
     model = Normalised()
-    train(note, model, loader_of(rows(35, 1, 6, 6), labels(35)), counts=(1,), count=1)
+    train(note, model, loader_of(rows(35, 1, 6, 6), labels(35)), counts=(1,))
     model.eval()
     with torch.no_grad():
         note("evaluated", model(rows(9, 1, 6, 6, seed=2)))
@@ -755,4 +768,4 @@ def autocast_to_bfloat16(note: Note) -> None:
             assert out.dtype == torch.bfloat16
         return F.cross_entropy(out.float(), batch[1])
 
-    train(note, Skips(width=16).float(), loader_of(rows().float(), labels()), loss_of, counts=(4,))
+    train(note, Skips(width=16).float(), loader_of(rows().float(), labels()), loss_of, counts=(4,), optimizers=(sgd,))

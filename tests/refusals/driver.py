@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 def main(module: str, strategy: str) -> None:
-    CASES = importlib.import_module(module).CASES  # noqa: N806
+    cases = importlib.import_module(module).CASES
     nl.distribute(nn.Linear(1, 1), strategy=strategy)
-    for name, (words, fn) in CASES.items():
+    for name, (words, fn) in cases.items():
         torch.manual_seed(0)
         try:
             fn()

@@ -21,7 +21,6 @@ def refusal(words: str) -> Any:
     return note
 
 
-
 def parts(model: nn.Module | None = None, **plan: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = model or nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -72,6 +72,13 @@ def a_gradient_buffer_of_the_script() -> None:
     shard(model)
 
 
+@refusal("first.weight was handed to an earlier distribute call with another model")
+def a_part_of_another_model() -> None:
+    model = Net()
+    nl.distribute(model.first)
+    shard(model)
+
+
 @refusal("its state 'rows' of 0.weight has another shape than the parameter")
 def state_of_another_shape() -> None:
     model = nn.Sequential(nn.Linear(4, 4))

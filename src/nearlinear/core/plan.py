@@ -81,7 +81,9 @@ class Plan:
             return 1
         stages = self.stages or ranks
         if ranks % stages:
-            raise InputError(f"{stages} stages on {ranks} ranks leave some over; start a multiple of {stages} processes")
+            raise InputError(
+                f"{stages} stages on {ranks} ranks leave some over; start a multiple of {stages} processes"
+            )
         return stages
 
     def to_json(self) -> str:

@@ -193,6 +193,11 @@ class Liveness:
         self._complete.wait(timeout_s)
         return list(self._missing)
 
+    @property
+    def at(self) -> str:
+        """What this rank last said it was doing."""
+        return self._here[1]
+
     def where(self, step: int, at: str) -> None:
         """Say where this rank is; sent with the next beat, costs an attribute's writing."""
         self._here = (int(step), at)

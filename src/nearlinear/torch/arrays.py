@@ -43,11 +43,17 @@ def to_array(tensor: torch.Tensor, label: str) -> Array:
     check_plain(tensor, label)
 
     def data() -> memoryview:
-        flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        values = tensor.fetched() if is_elsewhere(tensor) else tensor  # type: ignore[attr-defined]
+        flat = values.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         view: memoryview = flat.view(torch.uint8).numpy().data
         return view
 
     return Array(_DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), data)
+
+
+def is_elsewhere(tensor: object) -> bool:
+    """Return whether a tensor's values lie on another rank of a pipeline, which is asked for them."""
+    return hasattr(tensor, "fetched")
 
 
 def check_plain(tensor: torch.Tensor, label: str) -> None:
@@ -56,7 +62,7 @@ def check_plain(tensor: torch.Tensor, label: str) -> None:
         raise InputError(f"{label} has no shape yet; run the model on a batch first")
     if tensor.is_meta:
         raise InputError(f"{label} is on the meta device and has no values; call model.to_empty(device=...) first")
-    if is_traceable_wrapper_subclass(tensor):
+    if is_traceable_wrapper_subclass(tensor) and not is_elsewhere(tensor):
         raise InputError(f"{label} is a {type(tensor).__name__}; a checkpoint holds plain tensors, convert it first")
     if tensor.layout != torch.strided:
         raise InputError(f"{label} is sparse ({tensor.layout}); a checkpoint holds dense tensors, see .to_dense()")

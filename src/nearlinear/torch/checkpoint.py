@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -72,6 +73,7 @@ def save(
         return _collect(model, optimizer, None, modules, []) if _any_sharded(model, modules) else ({}, None)
 
     arrays, state = on_all(ranks, what, collect)
+    arrays, state = on_all(ranks, what, lambda: from_all_stages(ranks, what, model, optimizer, arrays, state))
     shared = any(isinstance(array, ShardedArray) for named in arrays.values() for array in named.values())
 
     def write() -> None:
@@ -152,6 +154,49 @@ def _collect(
         "streams": positions,
     }
     return {"model": weights, "optimizer": moments, "extra": others}, state
+
+
+def from_all_stages(
+    ranks: Ranks, what: str, model: Any, optimizer: Any, arrays: dict[str, dict[str, Array]], state: Json
+) -> tuple[dict[str, dict[str, Array]], Json]:
+    """Return rank 0's state with that of optimizers whose parameters lie on other ranks of a pipeline."""
+    values = _values_of_pipelines()
+    if values is None or optimizer is None:
+        return arrays, state
+    mine: dict[str, Array] = {}
+    names = parameter_names(_modules(model))
+    states = {
+        name: optimizer_out(each, _label("optimizer", name), _path(name), names, mine)["state"]
+        for name, each in _optimizers(optimizer).items()
+    }
+    for name, array in mine.items():
+        values.offer(f"to be saved: {name}", lambda array=array: _bytes(array))
+    facts = {name: [array.dtype, array.shape] for name, array in mine.items()}
+    everyones = ranks.all_gather_json([states, facts], what)
+    if ranks.rank > 0:
+        return arrays, state
+    moments = dict(arrays["optimizer"])
+    for rank, (theirs, made) in enumerate(everyones):
+        for name, by_parameter in theirs.items():
+            state["optimizer"][name]["state"] = by_parameter | state["optimizer"][name]["state"]
+        for name, (dtype, shape) in made.items():
+            moments.setdefault(name, Array(dtype, tuple(shape), _asked(values, rank, name)))
+    return {**arrays, "optimizer": moments}, state
+
+
+def _values_of_pipelines() -> Any:
+    """Return what asks other ranks for values; None where no model runs in a pipeline (nor was that imported)."""
+    train = sys.modules.get("nearlinear.torch.pipeline.train")
+    served = list(train._served.values()) if train is not None else []
+    return served[0] if served else None
+
+
+def _bytes(array: Array) -> torch.Tensor:
+    return torch.frombuffer(array.data(), dtype=torch.uint8) if array.nbytes else torch.empty(0, dtype=torch.uint8)
+
+
+def _asked(values: Any, rank: int, name: str) -> Callable[[], Buffer]:
+    return lambda: values.fetch(rank, f"to be saved: {name}").numpy().data  # type: ignore[no-any-return]
 
 
 def _any_sharded(model: Any, modules: Mapping[str, Any]) -> bool:

@@ -25,7 +25,7 @@ from nearlinear.units import seconds
 
 _POLL = datetime.timedelta(seconds=1)
 _NOTICE_AFTER_S = 15.0
-_OWN_CODE = "its own code"
+OWN_CODE = "its own code"
 
 noticed = threading.Event()  # a wait has ended with the news that a peer is gone
 
@@ -123,7 +123,7 @@ class Group:
         while True:
             try:
                 pending.wait(_POLL)
-                self._liveness.where(Group.step, _OWN_CODE)
+                self._liveness.where(Group.step, OWN_CODE)
                 return
             except RuntimeError as error:
                 if pending.is_completed():
@@ -164,7 +164,7 @@ class Group:
         places = {rank: (place.step, place.at) for rank, place in now.items()}
         stood = places == {rank: (place.step, place.at) for rank, place in before.items()}
         exchanges = {at for _, at in places.values()}
-        if not stood or len(places) < self.size or _OWN_CODE in exchanges or len(exchanges) == 1:
+        if not stood or len(places) < self.size or OWN_CODE in exchanges or len(exchanges) == 1:
             return
         other = next(rank for rank, (_, at) in places.items() if at != places[0][1])
         raise InputError(

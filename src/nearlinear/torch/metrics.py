@@ -204,7 +204,7 @@ def _batches_of(tensor: torch.Tensor, session: Session) -> list[Batch]:
 
 def _exchange(tensor: torch.Tensor, rows: list[int], session: Session) -> torch.Tensor:
     assert session.peers is not None
-    carried = tensor.detach().cpu()
+    carried = plain(tensor).cpu()
     boolean = carried.dtype == torch.bool
     parts = session.peers.all_gather_rows(carried.to(torch.uint8) if boolean else carried, rows, "nl.gather")
     joined = torch.cat(parts)

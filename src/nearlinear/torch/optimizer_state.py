@@ -12,7 +12,7 @@ from nearlinear.checkpoint.documents import Json, decode, encode
 from nearlinear.checkpoint.tensors import Array
 from nearlinear.checkpoint.together import Change
 from nearlinear.errors import CheckpointError
-from nearlinear.torch.arrays import own_tensor
+from nearlinear.torch.arrays import is_elsewhere, own_tensor
 from nearlinear.torch.model_state import few
 from nearlinear.torch.sharded_tensors import array_or_none, state_of
 
@@ -107,7 +107,7 @@ def optimizer_in(
         indices = [index for group in packed["param_groups"] for index in group["params"]]
         in_order = [name for in_group in _group_names(optimizer, names) for name in in_group]
         for parameter, index, name in zip(here, indices, in_order, strict=True):
-            if name in saved["state"]:
+            if name in saved["state"] and not is_elsewhere(parameter):
                 state[index] = decode(saved["state"][name], arrays, functools.partial(state_of, parameter=parameter))
         options = [_on_devices(decode(g["options"], arrays, own_tensor), now) for g, now in groups]
         kept = [{key: group[key] for key in _NOT_OPTIONS if key in group} for group in packed["param_groups"]]

@@ -81,12 +81,9 @@ def shard(
     Raises:
         InputError: Something cannot be sharded; nothing was changed.
     """
-    blocks = blocks_of(model, LEAF_BYTES if plan.bucket_bytes is None else plan.bucket_bytes)
-    own = {id(parameter) for parameter in model.parameters()}
-    left = [(name, p) for name, p in named if id(p) not in own or p.dim() == 0]
-    ignored = {id(p) for _, p in left}
-    sharded = [(name, p) for name, p in named if id(p) not in ignored]
-    _refuse(model, optimizer, blocks, sharded)
+    require_shardable(model, optimizer, named, plan)
+    blocks = _blocks(model, plan)
+    sharded, left = _divided(model, named)
     mesh, group = _mesh(session, sharded[0][1].device)
     _fully_shard(model, blocks, {p for _, p in left}, mesh, sharded, optimizer, plan)
     _read_gradients_together()
@@ -109,9 +106,30 @@ def renew(optimizer: torch.optim.Optimizer) -> None:
 # ---- before and while the model is divided
 
 
-def _refuse(model: nn.Module, optimizer: Any, blocks: Sequence[nn.Module], sharded: Named) -> None:
+def require_shardable(model: nn.Module, optimizer: torch.optim.Optimizer | None, named: Named, plan: Plan) -> None:
+    """Check that ``shard`` can do it.
+
+    Args:
+        model: The model.
+        optimizer: What steps its parameters.
+        named: As for ``shard``: what no earlier ``distribute`` call has taken.
+        plan: As for ``shard``.
+
+    Raises:
+        InputError: It cannot; the message names the parameter or the layer.
+    """
     from torch.distributed.fsdp import FSDPModule
 
+    if not named:
+        return  # an earlier call has sharded the model; this one is for another optimizer
+    sharded, _ = _divided(model, named)
+    given = {id(parameter) for _, parameter in named}
+    taken = [name for name, parameter in model.named_parameters() if id(parameter) not in given]
+    if taken:
+        raise InputError(
+            f"{taken[0]} was handed to an earlier distribute call with another model; strategy 'sharded' divides a "
+            "model as a whole: hand over one model that holds both, or use strategy='data'"
+        )
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params") or not hasattr(dist, "reduce_scatter_single"):
         raise InputError(f"strategy 'sharded' needs torch 2.13 or newer, this is {torch.__version__}; use 'data'")
     if type(optimizer).__name__ in _OF_WHOLE_PARAMETERS:
@@ -142,15 +160,16 @@ def _refuse(model: nn.Module, optimizer: Any, blocks: Sequence[nn.Module], shard
                 f"{name or 'the model'} has sparse gradients, which cannot be sharded; use sparse=False, or "
                 "strategy='data'"
             )
-        if hasattr(module, "_orig_mod"):
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
             raise InputError(
                 f"{name or 'the model'} is compiled; under strategy 'sharded' compile functions that the blocks call, "
                 "or use strategy='data'"
             )
     names = {id(p): name for name, p in sharded}
-    rest = {id(p) for block in blocks for p in block.parameters()}
-    whole_model = [p for p in model.parameters() if id(p) not in rest]
-    for group in (whole_model, *(list(block.parameters()) for block in blocks)):
+    blocks = _blocks(model, plan)
+    inside = {id(p) for block in blocks for p in block.parameters()}
+    around = [p for p in model.parameters() if id(p) not in inside]
+    for group in (around, *(list(block.parameters()) for block in blocks)):
         kinds: dict[torch.dtype, str] = {}
         for p in group:
             if id(p) in names:
@@ -161,17 +180,27 @@ def _refuse(model: nn.Module, optimizer: Any, blocks: Sequence[nn.Module], shard
                 f"{a} is {first} and {b} is {second}; parameters that travel together have one type under strategy "
                 "'sharded': convert the model to one, or use strategy='data'"
             )
-    shapes = {id(p): (name, p) for name, p in sharded}
     for parameter, state in optimizer.state.items() if optimizer is not None else ():
-        if id(parameter) not in shapes:
+        if id(parameter) not in names:
             continue
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != parameter.shape:
                 raise InputError(
                     f"{type(optimizer).__name__} has stepped already and its state {key!r} of "
-                    f"{shapes[id(parameter)][0]} has another shape than the parameter, so it cannot be sharded; call "
+                    f"{names[id(parameter)]} has another shape than the parameter, so it cannot be sharded; call "
                     "distribute before the first step"
                 )
+
+
+def _divided(model: nn.Module, named: Named) -> tuple[list[tuple[str, torch.Tensor]], list[tuple[str, torch.Tensor]]]:
+    """Return what is divided of ``named``, and what stays whole on every rank."""
+    own = {id(parameter) for parameter in model.parameters()}
+    sharded = [(name, p) for name, p in named if id(p) in own and p.dim() > 0]
+    return sharded, [(name, p) for name, p in named if id(p) not in own or p.dim() == 0]
+
+
+def _blocks(model: nn.Module, plan: Plan) -> list[nn.Module]:
+    return blocks_of(model, LEAF_BYTES if plan.bucket_bytes is None else plan.bucket_bytes)
 
 
 def _mesh(session: Session, device: torch.device) -> tuple[Any, ShardGroup]:
@@ -299,7 +328,7 @@ def _read_gradients_together() -> None:
 
     get_total_norm.nearlinear = True  # type: ignore[attr-defined]
     module._get_total_norm = nn.utils.get_total_norm = get_total_norm
-    torch._amp_foreach_non_finite_check_and_unscale_ = unscale
+    torch._amp_foreach_non_finite_check_and_unscale_ = unscale  # type: ignore[assignment]
 
 
 # ---- while it trains
@@ -332,6 +361,7 @@ class Shards:
         self._present: set[int] = set()  # parameters that this rank has a gradient for in the pass in hand
         self._buffers = Buffers(model, session, group)
         self._agreed = False
+        self._queued = dist.get_backend(group.process_group) == "nccl"  # a message waits in a stream of its GPU
         self._nodes: list[Any] = []  # of the whole parameters' gradients, in autograd's graph
         self._numbers = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         _attach(self, model)
@@ -367,7 +397,10 @@ class Shards:
 
     def _wait(self, pending: Pending, what: str) -> None:
         began = time.perf_counter()
-        self.group.wait(pending, what)
+        if self._queued:
+            pending.wait()  # the stream waits, so that messages overlap; of a dead peer liveness ends the process
+        else:
+            self.group.wait(pending, what)
         self.waited_s += time.perf_counter() - began
 
     # ---- a backward pass

@@ -87,6 +87,8 @@ def _weights(pieces: list[tuple[Any, int]], call: Call) -> list[float]:
 
 def _checked(loss: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.ndim:
-        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        what = (
+            f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        )
         raise InputError(f"the function given to nl.step returned {what}; return the loss, a tensor with one number")
     return loss

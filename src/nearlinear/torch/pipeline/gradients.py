@@ -12,14 +12,6 @@ is before it can edit it:
     values          copied when p.grad is read, in a pass in which this rank too asks for values of others
     one rank alone  (``if nl.is_main()``) reads values, and then all clip: a rank tells its norms to others when its own
                     script has come to a norm, or stands waiting for somebody
-
-A parameter that several stages use is held by all their ranks; what they found is summed when its gradient is read,
-or stepped, and once for several backward passes:
-
-    passes 1, 2     g0 on rank 0, g1 on rank 1          nothing is sent
-    p.grad read     g0 + g1 on both                     one exchange
-    pass 3          set aside; g0' and g1' start anew
-    p.grad read     what was set aside + (g0' + g1')
 """
 
 from __future__ import annotations
@@ -33,16 +25,13 @@ from typing import Any
 import torch
 from torch.utils.weak import TensorWeakRef  # a plain one may hand out a tensor whose insides are gone
 
-from nearlinear.errors import DriftError, InputError, NearlinearError
+from nearlinear.errors import InputError, NearlinearError
 from nearlinear.runtime.messages import Message, text, whole_number
 from nearlinear.torch import gradient as slot
-from nearlinear.torch.collectives import Group
 from nearlinear.torch.pipeline.foreign import Foreign, Source, aten, read, stand_in
+from nearlinear.torch.pipeline.shared import Shared
 from nearlinear.torch.pipeline.values import Answer, Values
-from nearlinear.torch.state import _ROUNDING as ROUNDING
-from nearlinear.torch.state import _checksum as checksum
 
-_LARGE = 256 * 1024  # bytes of a gradient that travels alone
 GONE: Mapping[str, Any] = {"kind": "refused", "why": "the model is gone there"}
 _READING = "reading the gradient of"
 _NOTES = 4  # edits of one gradient whose norms are kept
@@ -157,7 +146,7 @@ class Gradients:
         self.orders.add(order)
         if order not in self._noted:
             for own in self.own.values():
-                if not own.apart and own.edits() is not None:
+                if not own.apart and own.look() is not None:
                     own.norm(order)
             self._noted.add(order)
             self.tell()
@@ -166,7 +155,7 @@ class Gradients:
         """Return the values of another rank's gradient as they are at this line of the script."""
         self.valued = True
         for own in self.own.values():
-            if own.handed and not own.apart:
+            if own.handed and not own.apart and own.look() is not None:
                 own.copy()
         asked = {"name": away.name, "passes": self.passes, "edits": away.edits()}
         return tensor_of(self.values.ask(away.keeper, away.what, f"{self.kind} gradient", **asked), away.what)
@@ -215,8 +204,8 @@ class Gradients:
         if refused is not None:
             return refused
         with self.lock, torch.no_grad():
-            value = own.copies.get(edits)
-            if value is None and own.edits() == edits and (gradient := own.gradient()) is not None:
+            value, gradient = own.copies.get(edits), own.gradient()
+            if value is None and gradient is not None and own.edits() == edits:
                 value = gradient.to_dense().clone()
                 if own.edits() != edits:
                     value = None
@@ -276,7 +265,8 @@ class Gradients:
 
     def by_id(self) -> dict[int, Own]:
         """Return which gradient is whose."""
-        return {id(gradient): own for own in self.own.values() if (gradient := slot.get(own.parameter)) is not None}
+        here = [own for own in self.own.values() if own.look() is not None]
+        return {id(own.gradient()): own for own in here}
 
     def vector_norm(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do ``linalg.vector_norm`` and ``norm`` over all elements."""
@@ -341,18 +331,26 @@ class Own:
         return self.shared is not None and self.shared.apart
 
     def gradient(self) -> torch.Tensor | None:
-        """Return it as it is now."""
-        return slot.get(self.parameter)  # type: ignore[no-any-return]
+        """Return it, as it was seen last; in any thread."""
+        return self._seen() if self._seen is not None else None
 
     def edits(self) -> int | None:
         """Return how often it was edited; None if there is none."""
         gradient = self.gradient()
-        if gradient is None:
-            return None
-        if self._seen is None or self._seen() is not gradient:  # the script has put another one there
-            self._set(gradient, self._last + 1)
-        self._last = self._offset + gradient._version - self._base
-        return self._last
+        return None if gradient is None else self._offset + gradient._version - self._base
+
+    def look(self) -> int | None:
+        """See whether the script has put another one there; return the edits. In the script's thread alone.
+
+        Another thread must not touch the slot: the script may be emptying it, and lets go of Python's lock half-way.
+        """
+        with self._gradients.lock:
+            now, edits = slot.get(self.parameter), self.edits()
+            if edits is not None:
+                self._last = edits
+            if now is not self.gradient():
+                self._set(now, self._last + 1)
+            return self.edits()
 
     # ---- what stands before p.grad (torch/gradient.py)
 
@@ -364,7 +362,7 @@ class Own:
                 return self.shared is not None
             if self._gradients.stepping or self.served:
                 return False
-            edits, self.handed = self.edits(), True
+            edits, self.handed = self.look(), True
             if edits is not None and self._gradients.valued and edits not in self.copies:
                 return True
             return edits is not None and any(
@@ -382,7 +380,7 @@ class Own:
             if self.shared.apart:
                 self.shared.combine()
                 self._gradients.tell()
-        if self.edits() is not None:
+        if self.look() is not None:
             self.note()
             if self._gradients.valued:
                 self.copy()
@@ -404,17 +402,15 @@ class Own:
     def norm(self, order: float) -> torch.Tensor:
         """Return its norm, and note it."""
         with self._gradients.lock, torch.no_grad():
-            edits = self.edits()
-            assert edits is not None
+            edits, gradient = self.edits(), self.gradient()
+            assert edits is not None and gradient is not None
             if (order, edits) not in self.notes:
-                self.notes[order, edits] = torch.linalg.vector_norm(self._dense(), order)
+                self.notes[order, edits] = torch.linalg.vector_norm(self._dense(gradient), order)
                 for old in [key for key in self.notes if key[1] <= edits - _NOTES]:
                     del self.notes[old]
             return self.notes[order, edits]
 
-    def _dense(self) -> torch.Tensor:
-        gradient = self.gradient()
-        assert gradient is not None
+    def _dense(self, gradient: torch.Tensor) -> torch.Tensor:
         if gradient.layout != torch.strided:
             raise InputError(
                 f"the gradient of {self.name} is sparse, which a split model does not support; make the embedding with "
@@ -438,14 +434,13 @@ class Own:
 
     def _norm_undisturbed(self, order: float) -> None:
         """Note the norm, but not if the script's thread edits the gradient meanwhile."""
-        edits = self.edits()
-        if edits is None or (order, edits) in self.notes:
+        gradient, edits = self.gradient(), self.edits()
+        if gradient is None or edits is None or (order, edits) in self.notes:
             return
         with torch.no_grad():
-            gradient = self._dense()
-            first, second = (torch.linalg.vector_norm(gradient, order).nan_to_num(math.inf) for _ in range(2))
-            if self.edits() == edits and torch.equal(first, second):
-                self.notes[order, edits] = torch.linalg.vector_norm(gradient, order)
+            first, second = (torch.linalg.vector_norm(self._dense(gradient), order) for _ in range(2))
+            if self.edits() == edits and torch.equal(first.nan_to_num(math.inf), second.nan_to_num(math.inf)):
+                self.notes[order, edits] = first
 
 
 class Away(Source):
@@ -519,99 +514,6 @@ class Away(Source):
             self._tensor, self._put, self._gone = None, None, True
         elif gradient is not self._tensor:
             self._put, self._gone = gradient, False
-
-
-class Shared:
-    """Parameters that the same ranks hold: each finds a part of their gradients."""
-
-    def __init__(self, holders: tuple[int, ...], rank: int, group: Group | None, lock: threading.RLock) -> None:
-        self.holders, self.rank, self._group, self._lock = holders, rank, group, lock
-        self.members: list[Own] = []
-        self.apart = False
-        self._aside: list[torch.Tensor | None] = []
-
-    def set_aside(self) -> None:
-        """Keep the sums out of the way of the backward pass that begins, unless there are none yet."""
-        if self.apart or self._aside:
-            return
-        self._aside = [slot.get(each.parameter) for each in self.members]
-        for each in self.members:
-            slot.put(each.parameter, None)
-
-    def combine(self) -> None:
-        """Replace each member's gradient by the sum over the holders, added to what was there before."""
-        what = f"the sum of the gradients of {self.members[0].name}"
-        parameters = [each.parameter for each in self.members]
-        gradients = [slot.get(parameter) for parameter in parameters]
-        found = torch.tensor([float(each is not None) for each in gradients], device=parameters[0].device)
-        self._sum([found], what)
-        somewhere = [n for n, count in enumerate(found.tolist()) if count]
-        with torch.no_grad():
-            sums = {n: _dense_or_zeros(gradients[n], parameters[n]) for n in somewhere}
-            self._sum(list(sums.values()), what)
-            for n, parameter in enumerate(parameters):
-                before = self._aside[n] if self._aside else None
-                if before is not None and n in sums:
-                    sums[n] = before.add_(sums[n])
-                slot.put(parameter, sums.get(n, before))
-        with self._lock:
-            self._aside = []
-            for each in self.members:
-                each.restart()
-            self.apart = False
-
-    def _sum(self, tensors: Sequence[torch.Tensor], what: str) -> None:
-        """Sum over the holders, in place; small ones travel together."""
-        assert self._group is not None
-        alone = [each for each in tensors if each.nbytes >= _LARGE]
-        together: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-        for each in tensors:
-            if each.nbytes < _LARGE:
-                together.setdefault((each.device, each.dtype), []).append(each)
-        flats = [torch.cat([each.reshape(-1) for each in small]) for small in together.values()]
-        for pending in [self._group.start_all_reduce(each, what) for each in (*alone, *flats)]:
-            self._group.wait(pending, what)
-        for flat, small in zip(flats, together.values(), strict=True):
-            for each, part in zip(small, flat.split([each.numel() for each in small]), strict=True):
-                each.copy_(part.view_as(each))
-
-    @torch.no_grad()
-    def require_equal(self, step: int) -> None:
-        """Check that the holders have the same parameters; what differs by rounding is set to the first holder's.
-
-        Raises:
-            DriftError: One differs by more.
-        """
-        what, rank = f"comparing the holders after step {step}", self.holders.index(self.rank)
-        sums = torch.zeros(len(self.holders), len(self.members), dtype=torch.int64)
-        sums[rank] = torch.stack([checksum(each.parameter).cpu() for each in self.members])
-        device = self.members[0].parameter.device
-        sums = sums.to(device)
-        self._sum([sums], what)
-        for number in (sums != sums[0]).any(0).nonzero().flatten().tolist():
-            name, parameter = self.members[number].name, self.members[number].parameter
-            reference = parameter.detach().clone()
-            assert self._group is not None
-            self._group.wait(self._group.start_broadcast(reference, self.holders[0], what), what)
-            off = torch.zeros(len(self.holders), dtype=torch.float64, device=device)
-            off[rank] = (parameter - reference).abs().max().nan_to_num(1e300)
-            self._sum([off], what)
-            worst, largest = int(off.argmax()), float(reference.abs().max())
-            if float(off[worst]) > ROUNDING.get(parameter.dtype, 0.0) * max(largest, 1e-30):
-                raise DriftError(
-                    f"after step {step} rank {self.holders[worst]}'s {name} differs from rank {self.holders[0]}'s by "
-                    f"{float(off[worst]):.3g} (largest value {largest:.3g}); was it changed on one rank only? change "
-                    "parameters on all ranks alike"
-                )
-            parameter.copy_(reference)
-
-
-def _dense_or_zeros(gradient: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
-    return (
-        torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-        if gradient is None
-        else gradient.contiguous()
-    )
 
 
 def weakly(method: Callable[..., Any], gone: Any = None) -> Callable[..., Any]:

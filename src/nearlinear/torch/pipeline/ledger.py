@@ -186,6 +186,12 @@ class Ledger:
             past = values.began > epoch or values.closing
             if self._find(key, identity) is not None:
                 return {"kind": "found"}
+            if values.closing and values.began < epoch:
+                return {
+                    "kind": "refused",
+                    "why": f"it has ended after call {values.began} of the model, and call {epoch} was made elsewhere; "
+                    "every rank must call the model (guard what prints with nl.is_main(), not the call)",
+                }
             if past or (draw and len(self._draws.get((epoch, draw.key), ())) >= draw.number):
                 return self._absent(draw, epoch)
             stuck = values.ended >= epoch and values.stands() is not None

@@ -25,7 +25,8 @@ from nearlinear.runtime.messages import Message, text, whole_number
 from nearlinear.torch import gradient as slot
 from nearlinear.torch.collectives import Group
 from nearlinear.torch.pipeline.foreign import Foreign, Source, send_away
-from nearlinear.torch.pipeline.gradients import GONE, Away, Gradients, Own, Shared, tensor_of, weakly
+from nearlinear.torch.pipeline.gradients import GONE, Away, Gradients, Own, tensor_of, weakly
+from nearlinear.torch.pipeline.shared import Shared
 from nearlinear.torch.pipeline.values import Answer, Values
 from nearlinear.torch.session import Session
 

@@ -197,6 +197,10 @@ class PlacedTensor(torch.Tensor):
             ".numpy() gives its values anywhere"
         )
 
+    def plain(self) -> torch.Tensor:
+        """Return the values as a plain tensor in memory of its own, without history."""
+        return value_of(self)
+
     def _plain(self) -> torch.Tensor:
         return value_of(self).requires_grad_(self.requires_grad)
 

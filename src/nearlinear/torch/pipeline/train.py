@@ -311,9 +311,8 @@ class Pipeline:
 
     def _let_go(self, model: nn.Module, owners: dict[str, tuple[int, ...]]) -> None:
         self._values = _values_of(self.session)
-        self._held = Parameters(
-            model, owners, self.session, self.session.control, self._values, self._more(model)
-        )
+        self._held = Parameters(model, owners, self.session, self.session.control, self._values, self._more(model))
+        torch.clear_autocast_cache()  # of weights that the gate has cast: they are about to lose their memory
         self._held.send_away()
 
     def _more(self, model: nn.Module) -> dict[str, torch.Tensor]:

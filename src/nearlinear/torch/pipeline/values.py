@@ -29,8 +29,7 @@ from nearlinear.errors import NearlinearError, PeerLostError
 from nearlinear.runtime.environment import world_from
 from nearlinear.runtime.interface import address_to
 from nearlinear.runtime.messages import LONGEST, Malformed, Message, pack, text, unpack, whole_number
-from nearlinear.torch.collectives import _OWN_CODE as OWN_CODE
-from nearlinear.torch.collectives import Group, explain, lost
+from nearlinear.torch.collectives import OWN_CODE, Group, explain, lost
 from nearlinear.torch.pipeline.ledger import Ledger
 from nearlinear.torch.session import Session
 from nearlinear.units import seconds
@@ -240,7 +239,7 @@ class Values:
     def stands(self) -> str | None:
         """Return the exchange with other ranks in which this rank's main thread stands, None in its own code."""
         liveness = self.session.liveness
-        at = liveness._here[1] if liveness is not None else ""
+        at = liveness.at if liveness is not None else ""
         return None if at in ("", OWN_CODE) else at
 
     def _named(self, message: Message) -> Answer:

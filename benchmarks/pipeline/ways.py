@@ -153,8 +153,8 @@ def start(name: str, task: Task, rank: int) -> Any:
     """Let one of the ways take hold of a copy of the task's model.
 
     Args:
-        name: ``"one"``, ``"one/8"`` (in eight pieces), ``"halves/8"``, ``"nearlinear/8"``, ``"alike/8"`` (nearlinear, as
-            many layers on either stage), ``"gpipe/8"``, ``"1f1b/8"``: the number is that of the microbatches.
+        name: ``"one"``, ``"one/8"`` (in eight pieces), ``"halves/8"``, ``"nearlinear/8"``, ``"alike/8"`` (nearlinear
+            with as many layers on either stage), ``"gpipe/8"``, ``"1f1b/8"``; the number is that of the microbatches.
         task: What to train.
         rank: Which of the two processes this is.
     """

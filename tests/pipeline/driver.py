@@ -49,7 +49,9 @@ def main(folder: str, stages: int, names: list[str]) -> None:
         digests = current.all_gather_json({key: md5(value.tobytes()).hexdigest() for key, value in noted.items()})
         for key, digest in digests[0].items():
             assert all(other.get(key, digest) == digest for other in digests), f"ranks differ in {key} of {name}"
-        current._backward = current.summed = None  # a run settles this once; the cases are runs of their own
+        # A run settles this once; the cases are runs of their own.
+        current._backward = current.summed = None
+        current.loaders = 0
         gc.collect()
         if nl.is_main():
             np.savez(Path(folder) / f"{name}.{nl.world_size()}.{stages}.npz", **noted)

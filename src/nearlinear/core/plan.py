@@ -25,7 +25,7 @@ class Plan:
             gradients as they are.
         bucket_bytes: Bytes of gradient per message; ``None`` chooses them from the measured link.
         check_every: Optimizer steps between two comparisons of the replicas' parameters.
-        stages: Stages of a pipeline; with S stages on N ranks there are N / S replicas of it. ``None``: as many as ranks.
+        stages: Stages of a pipeline; S stages on N ranks are N / S replicas of it. ``None``: as many as ranks.
         microbatches: Pieces of a batch in a pipeline; ``None``: four per stage, of two samples at least.
 
     Raises:

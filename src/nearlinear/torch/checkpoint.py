@@ -196,7 +196,7 @@ def _bytes(array: Array) -> torch.Tensor:
 
 
 def _asked(values: Any, rank: int, name: str) -> Callable[[], Buffer]:
-    return lambda: values.fetch(rank, f"to be saved: {name}").numpy().data  # type: ignore[no-any-return]
+    return lambda: values.fetch(rank, f"to be saved: {name}").numpy().data
 
 
 def _any_sharded(model: Any, modules: Mapping[str, Any]) -> bool:

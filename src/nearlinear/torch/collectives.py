@@ -85,7 +85,7 @@ class Group:
     def all_gather(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
         """Return every rank's ``tensor``; all have the same shape."""
         tensor = tensor.contiguous()
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(self._group))]
         pending: Pending | None = self._guard(
             lambda: dist.all_gather(parts, tensor, group=self._group, async_op=True), what
         )

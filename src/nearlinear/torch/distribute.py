@@ -26,6 +26,8 @@ from nearlinear.torch.data import require_same_batches, require_shareable, share
 from nearlinear.torch.metrics import mean, total
 from nearlinear.torch.reducer import Reducer
 from nearlinear.torch.session import Session, Weight, install_excepthook, start
+from nearlinear.torch.sharded import renew, require_shardable, shard
+from nearlinear.torch.sharded_tensors import is_sharded
 from nearlinear.torch.state import broadcast_state, require_same_model, separate_streams
 
 
@@ -59,6 +61,8 @@ def distribute(
     """Hook the objects into the run, in place. ``nearlinear.distribute`` documents the arguments."""
     install_excepthook()
     plan = _plan(strategy)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        renew(optimizer)  # it may be the second one of a model that is sharded already
     _check(model, optimizer, weight, meta=plan.strategy == "pipeline" and world_from().size > 1)
     named = _named_parameters(model, optimizer)
     session = start(next((each.device for _, each in named if not each.is_meta), torch.device("cpu")))
@@ -68,6 +72,9 @@ def distribute(
     session.arrange(plan.stages_on(session.size))
     buffers = list(model.named_buffers())
     require_same_model([*named, *buffers], session)
+    if plan.strategy == "sharded" and session.size > 1:
+        taken = {id(parameter) for each in _combining for parameter in each.parameters}
+        require_shardable(model, optimizer, [(name, p) for name, p in named if id(p) not in taken], plan)
     for which, loader in enumerate(loaders, session.loaders):
         require_shareable(loader, session, which)
     if len(set(map(id, loaders))) < len(loaders):
@@ -78,7 +85,8 @@ def distribute(
     session.weight = weight if callable(weight) else session.weight
     session.loaders += len(loaders)
     session.states += [loader._nearlinear for loader in loaders]
-    broadcast_state([tensor for _, tensor in [*named, *buffers] if not tensor.is_meta], session.control)
+    plain = [tensor for _, tensor in [*named, *buffers] if not (tensor.is_meta or is_sharded(tensor))]
+    broadcast_state(plain, session.control)
     if batchnorm.synchronise(model):
         batchnorm.open_group(named[0][1].device)
     if session.size > 1:
@@ -223,18 +231,20 @@ def _hook(
     if session.size == 1 and not events.listened_to("gradients"):
         return []
     first = bool(fresh)
-    if fresh:
-        reducer: Combining
-        if plan.strategy == "pipeline" and session.size > 1:
-            from nearlinear.torch.pipeline.train import Pipeline  # the tracer takes a second to import
+    made: list[Combining] = []
+    if fresh and plan.strategy == "pipeline" and session.size > 1:
+        from nearlinear.torch.pipeline.train import Pipeline  # the tracer takes a second to import
 
-            reducer = Pipeline(fresh, model, session, plan, number)
-        else:
-            reducer = Reducer(fresh, model, session, session.new_group(fresh[0][1].device), plan, number)
-        _combining.append(reducer)
-        weakref.finalize(model, _forget, weakref.ref(reducer))
+        made = [Pipeline(fresh, model, session, plan, number)]
+    elif fresh and plan.strategy == "sharded" and session.size > 1:
+        made += shard(model, optimizer, fresh, session, plan, number)
+    elif fresh:
+        made = [Reducer(fresh, model, session, session.new_group(fresh[0][1].device), plan, number)]
+    for each in made:
+        _combining.append(each)
+        weakref.finalize(model, _forget, weakref.ref(each))
     if optimizer is not None:
-        served = [_combining[-1]] if fresh else []
+        served = list(made)
         served += list({id(r): r for _, p in named if (r := owned.get(id(p))) is not None}.values())
         _Steps(served, model, optimizer, session, plan, first=first).attach()
     return [str(reducer.link) for reducer in _combining[-1:] if reducer.link]

@@ -19,7 +19,9 @@ get, put, _delete = _slot.__get__, _slot.__set__, _slot.__delete__
 class Owner(Protocol):
     """What combines a parameter's gradients."""
 
-    pending: bool  # p.grad holds this rank's own gradients
+    @property
+    def pending(self) -> bool:
+        """Whether ``p.grad`` holds this rank's own gradients."""
 
     def read(self) -> None:
         """Combine them, because somebody reads them."""

@@ -442,6 +442,13 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> 
         _current.failed = True  # the peers are to notice that this process ended
     if not isinstance(error, NearlinearError):
         _hook_before(kind, error, trace)
+        if "mixed torch.Tensor and DTensor" in str(error):  # raised within torch, where it cannot be reworded
+            print(
+                "nearlinear: hint: under strategy 'sharded' a parameter is whole within its module's forward alone; "
+                "for a penalty use the optimizer's weight_decay, or strategy 'data'",
+                file=sys.stderr,
+                flush=True,
+            )
         return
     sys.stdout.flush()
     print(f"nearlinear: error: {error}", file=sys.stderr, flush=True)

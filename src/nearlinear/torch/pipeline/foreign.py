@@ -11,6 +11,7 @@ here:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -97,7 +98,7 @@ class Foreign:
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain().__reduce_ex__(protocol)
+        return self.plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     @classmethod
     def __torch_function__(
@@ -139,7 +140,7 @@ def send_away(tensor: torch.Tensor, source: Source) -> None:
     wrapper = _wrapper(tensor, kind, requires_grad=tensor.requires_grad)
     try:
         tensor._backward_hooks = None  # no gradient comes here that they could see
-        torch._C._swap_tensor_impl(tensor, wrapper)  # type: ignore[attr-defined]
+        torch._C._swap_tensor_impl(tensor, wrapper)
         wrapper.__class__, tensor.__class__ = type(tensor), kind
     except (TypeError, RuntimeError) as error:
         raise InputError(f"{source.name} cannot be given to another rank: {error}") from None
@@ -172,7 +173,7 @@ def _kind(base: type) -> Any:
 
 
 def _wrapper(like: torch.Tensor, kind: Any, *, requires_grad: bool = False, device: Any = None) -> torch.Tensor:
-    made: torch.Tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    made: torch.Tensor = torch.Tensor._make_wrapper_subclass(
         kind,
         like.shape,
         strides=like.stride(),
@@ -200,9 +201,13 @@ def _view(func: Any, base: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(shapes, torch.Tensor):
         return _alias(base, shapes, lambda value: func(value, *args, **kwargs))
     return [
-        _alias(base, shape, lambda value, number=number: func(value, *args, **kwargs)[number])
-        for number, shape in enumerate(shapes)
+        _alias(base, shape, functools.partial(_part, func, args, kwargs, number)) for number, shape in enumerate(shapes)
     ]
+
+
+def _part(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, value: torch.Tensor) -> torch.Tensor:
+    part: torch.Tensor = func(value, *args, **kwargs)[number]
+    return part
 
 
 def _alias(

@@ -105,6 +105,15 @@ class Gradients:
                 each.combine()
         self.tell()
 
+    @property
+    def copying(self) -> bool:
+        """Whether a gradient is copied when it is read: other ranks ask for values, and perhaps late.
+
+        A rank that asks for values itself knows that the others do so at the same line. One that holds everything has
+        nothing to ask for.
+        """
+        return self.valued or not self.away
+
     def stepped(self, parameters: Sequence[torch.Tensor]) -> None:
         """Note that the gradients of these have served: what is read of them now is not noted any more."""
         ids = set(map(id, parameters))
@@ -257,11 +266,11 @@ class Gradients:
         if isinstance(tensor, Foreign):
             source = tensor._source
             if not isinstance(source, Away) or not tensor._whole:
-                return torch.linalg.vector_norm(tensor.fetched(), order)
+                return _norm(tensor.fetched(), order)
             return torch.tensor(self.norm(source, order), dtype=tensor.dtype.to_real(), device=tensor.device)
         if id(tensor) in own:
             return own[id(tensor)].norm(order)
-        return torch.linalg.vector_norm(tensor, order)
+        return _norm(tensor, order)
 
     def by_id(self) -> dict[int, Own]:
         """Return which gradient is whose."""
@@ -363,7 +372,7 @@ class Own:
             if self._gradients.stepping or self.served:
                 return False
             edits, self.handed = self.look(), True
-            if edits is not None and self._gradients.valued and edits not in self.copies:
+            if edits is not None and self._gradients.copying and edits not in self.copies:
                 return True
             return edits is not None and any(
                 (order, edits) not in self.notes for order in tuple(self._gradients.orders)
@@ -382,7 +391,7 @@ class Own:
                 self._gradients.tell()
         if self.look() is not None:
             self.note()
-            if self._gradients.valued:
+            if self._gradients.copying:
                 self.copy()
 
     def note(self) -> None:
@@ -549,16 +558,21 @@ def _gone(name: str, rank: int) -> dict[str, Any]:
 _libraries: list[Any] = []
 
 
+def _norm(tensor: torch.Tensor, order: float) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(tensor, order)
+    return norm
+
+
 def _count_unscaling() -> None:
     """Let ``GradScaler.unscale_`` count as the edit of a gradient that it is: its operator bumps no version."""
     if _libraries:
         return
 
     def unscale(gradients: list[torch.Tensor], found: torch.Tensor, scale: torch.Tensor) -> None:
-        with torch._C._AutoDispatchBelowADInplaceOrView():  # type: ignore[attr-defined]
+        with torch._C._AutoDispatchBelowADInplaceOrView():
             aten._amp_foreach_non_finite_check_and_unscale_(gradients, found, scale)
         torch.autograd.graph.increment_version(gradients)
 
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_amp_foreach_non_finite_check_and_unscale_", unscale, "ADInplaceOrView")
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    library.impl("_amp_foreach_non_finite_check_and_unscale_", unscale, "ADInplaceOrView")  # type: ignore[no-untyped-call]
     _libraries.append(library)

@@ -38,16 +38,12 @@ def materialise(model: nn.Module, device: torch.device, keep: Set[str]) -> None:
     kept = {id(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()] if name in keep}
     for _, module in modules:
         fresh = [tensor for tensor in _own(module) if _is_meta(tensor)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                _fill(buffer, device)
-        for parameter in module._parameters.values():
-            if parameter is not None and parameter.is_meta:
-                _fill(parameter, device)
+        for tensor in fresh:
+            _fill(tensor, device)
         if by_model is not None:
             by_model(module)
         else:
-            module.reset_parameters()  # type: ignore[operator]
+            module.reset_parameters()
         for tensor in fresh:
             if id(tensor) not in kept:
                 tensor.untyped_storage().resize_(0)
@@ -65,4 +61,4 @@ def _fill(tensor: torch.Tensor, device: torch.device) -> None:
     """Give a tensor on the meta device memory elsewhere; the object stays, since an optimizer may hold it."""
     room = torch.empty_like(tensor, device=device)
     made = nn.Parameter(room, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else room
-    torch.utils.swap_tensors(tensor, made)
+    torch.utils.swap_tensors(tensor, made)  # type: ignore[no-untyped-call]

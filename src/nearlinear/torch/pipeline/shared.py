@@ -87,7 +87,7 @@ class Shared:
         for pending in [self._group.start_all_reduce(each, what) for each in (*alone, *flats)]:
             self._group.wait(pending, what)
         for flat, small in zip(flats, together.values(), strict=True):
-            for each, part in zip(small, flat.split([each.numel() for each in small]), strict=True):
+            for each, part in zip(small, torch.split(flat, [each.numel() for each in small]), strict=True):
                 each.copy_(part.view_as(each))
 
     @torch.no_grad()

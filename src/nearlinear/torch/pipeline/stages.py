@@ -587,7 +587,7 @@ def _shape(value: torch.Tensor) -> tuple[Any, ...]:
 
 def _name(node: fx.Node) -> str:
     if isinstance(node.target, torch._ops.OpOverload):
-        return node.target.overloadpacket.__name__
+        return str(node.target.overloadpacket.__name__)
     return str(getattr(node.target, "__name__", ""))
 
 

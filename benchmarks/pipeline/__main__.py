@@ -38,7 +38,7 @@ MICROBATCHES = 8
 # Freed memory stays with the process; why: see benchmarks/data_parallel.
 ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 DEADLINE_S = 900.0
-SPEED = ("one", "one/8", "halves/8", "nearlinear/8", "gpipe/8", "1f1b/8",
+SPEED = ("one", "one/8", "halves/8", "nearlinear/8", "step/8", "gpipe/8", "1f1b/8",
          "nearlinear/1", "nearlinear/2", "nearlinear/4", "nearlinear/16")  # fmt: skip
 SPLIT = ("one", "nearlinear/8", "alike/8", "gpipe/8", "1f1b/8")
 ROOM = 0.6  # of what the whole model's training holds, that each process may have beside what it needs without a model
@@ -106,7 +106,7 @@ def _memory(options: dict[str, Any], quick: bool) -> list[Any]:
 
 
 def _fit(options: dict[str, Any], quick: bool) -> dict[str, Any]:
-    asked = {**options, "width": 256 if quick else 1024, "layers": 4 if quick else 12, "steps": 3}
+    asked = {**options, "width": 768 if quick else 1024, "layers": 8 if quick else 12, "steps": 3}
     [[bare]] = _ranks("fits.py", 1, {**asked, "steps": 0}, pinned=False)
     whole = 16 * bare["parameters"]  # Adam: four numbers of four bytes
     limit = int(bare["peak"] + ROOM * whole)

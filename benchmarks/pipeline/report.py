@@ -149,7 +149,7 @@ def _pieces(way: str) -> int:
 
 def _processor(case: Mapping[str, Any]) -> str:
     def each() -> Iterator[str]:
-        for way in ("halves/8", "nearlinear/8", "gpipe/8", "1f1b/8"):
+        for way in ("halves/8", "nearlinear/8", "step/8", "gpipe/8", "1f1b/8"):
             ranks = zip(*(block["processor"] for block in case["blocks"][way]), strict=True)
             yield f"{way} {' + '.join(f'{1e3 * median(rank):.0f}' for rank in ranks)}"
 

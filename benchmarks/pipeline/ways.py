@@ -119,16 +119,27 @@ class Nearlinear(One):
         task: What to train.
         microbatches: Pieces of the batch.
         alike: Put as many layers on one stage as on the other, and not what the partitioner finds.
+        interleaved: Hand over the loss as a function (``nl.step``), so that forward and backward passes interleave.
     """
 
-    def __init__(self, task: Task, microbatches: int, alike: bool = False) -> None:
+    def __init__(self, task: Task, microbatches: int, alike: bool = False, interleaved: bool = False) -> None:
         super().__init__(task)
         plan = nl.Plan("pipeline", microbatches=microbatches)
         self._model, self._optimizer = nl.distribute(self._model, self._optimizer, strategy=plan)
-        self._alike = alike
+        self._alike, self._interleaved = alike, interleaved
+        self._loss = nl.step(lambda x, y: loss_of(self._model(x), y))
         self.planned: Planned | None = None  # known on rank 0
         with self._watching():
             self.first_loss = self.step(task.x, task.y)
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        """Train on one batch and return its loss."""
+        if not self._interleaved:
+            return super().step(x, y)
+        self._optimizer.zero_grad()
+        loss = self._loss(x, y)
+        self._optimizer.step()
+        return loss
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
@@ -153,8 +164,8 @@ def start(name: str, task: Task, rank: int) -> Any:
     """Let one of the ways take hold of a copy of the task's model.
 
     Args:
-        name: ``"one"``, ``"one/8"`` (in eight pieces), ``"halves/8"``, ``"nearlinear/8"``, ``"alike/8"`` (nearlinear
-            with as many layers on either stage), ``"gpipe/8"``, ``"1f1b/8"``; the number is that of the microbatches.
+        name: ``"one"``, ``"one/8"`` (in eight pieces), ``"halves/8"``, ``"nearlinear/8"``, ``"step/8"`` (with
+            ``nl.step``), ``"alike/8"`` (with as many layers on either stage), ``"gpipe/8"``, ``"1f1b/8"``; the number is that of the microbatches.
         task: What to train.
         rank: Which of the two processes this is.
     """
@@ -163,6 +174,7 @@ def start(name: str, task: Task, rank: int) -> Any:
         "one": lambda: Pieces(task, slice(None), int(number)) if number else One(task),
         "halves": lambda: Pieces(task, half(task, rank), int(number)),
         "nearlinear": lambda: Nearlinear(task, int(number)),
+        "step": lambda: Nearlinear(task, int(number), interleaved=True),
         "alike": lambda: Nearlinear(task, int(number), alike=True),
         **{each: functools.partial(Torch, task, rank, each, int(number or 1)) for each in SCHEDULES},
     }
@@ -185,7 +197,7 @@ def layers_alike(graph: Graph) -> tuple[int, ...]:
 def as_torch_has_it(name: str) -> Iterator[None]:
     """Give the others torch's own ``p.grad`` back while they run: nearlinear puts a slower one on ``nn.Parameter``."""
     ours = vars(nn.Parameter).get("grad")
-    if ours is None or name.startswith(("nearlinear", "alike")):
+    if ours is None or name.startswith(("nearlinear", "step", "alike")):
         yield
         return
     del nn.Parameter.grad

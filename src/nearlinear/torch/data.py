@@ -122,11 +122,11 @@ def require_shareable(loader: Any, session: Session, number: int) -> None:
     if length is not None and not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None:
         if length < session.parts:
             raise InputError(
-                f"the data set of {what} has {length} samples for {session.size} ranks; start at most {max(length, 1)}"
+                f"the data set of {what} has {length} samples for {session.parts} ranks; start at most {max(length, 1)}"
             )
-        if loader.batch_size is not None and loader.batch_size < session.size:
+        if loader.batch_size is not None and loader.batch_size < session.parts:
             session.notice(
-                f"batches of {loader.batch_size} leave {session.size - loader.batch_size} of {session.size} ranks "
+                f"batches of {loader.batch_size} leave {session.parts - loader.batch_size} of {session.parts} ranks "
                 "without work in every step"
             )
 
@@ -309,7 +309,7 @@ class _Pass(Iterator[Any]):
         state.handed_out += 1
         if samples < session.parts:
             session.notice(
-                f"loader {state.number} has a batch of {samples} for {session.size} ranks: the others hold a filler, "
+                f"loader {state.number} has a batch of {samples} for {session.parts} ranks: the others hold a filler, "
                 "which nl.mean and nl.gather leave out and sums of your own do not"
             )
         info = Batch(samples, len(share(samples, session.part, session.parts)))

@@ -16,6 +16,7 @@ from nearlinear.torch.arrays import is_elsewhere, own_tensor
 from nearlinear.torch.model_state import few
 from nearlinear.torch.sharded_tensors import array_or_none, state_of
 
+collecting: list[torch.optim.Optimizer] = []  # whose state is being read for a checkpoint, of all ranks
 _NOT_OPTIONS = ("params", "param_names")
 
 
@@ -38,7 +39,7 @@ def optimizer_out(
     Raises:
         InputError: Something cannot be saved; the message names its place.
     """
-    packed = optimizer.state_dict()
+    packed = _packed(optimizer)
     groups = _group_names(optimizer, names)
     name_of = {
         index: name
@@ -101,7 +102,7 @@ def optimizer_in(
         return lambda: optimizer.__setstate__(before)
 
     def apply() -> None:
-        packed = optimizer.state_dict()
+        packed = _packed(optimizer)
         state = decode(saved["common"], arrays, own_tensor)
         here = [p for group in optimizer.param_groups for p in group["params"]]
         indices = [index for group in packed["param_groups"] for index in group["params"]]
@@ -120,6 +121,14 @@ def optimizer_in(
                         optimizer.state[parameter] = _uncast(optimizer.state[parameter], state[index])
 
     return Change(remember, apply)
+
+
+def _packed(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    collecting.append(optimizer)
+    try:
+        return optimizer.state_dict()
+    finally:
+        collecting.pop()
 
 
 def _matching_groups(

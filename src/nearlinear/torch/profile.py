@@ -214,7 +214,10 @@ class _Step:
     def hooked(self) -> tuple[_Phases, Parts, Parts]:
         """Take one step with hooks; return also the seconds of each module's forward and backward."""
         watch = Watch(self.model, self.clock)
-        phases = self._run(watch.forward, watch.watch_backward)
+        try:
+            phases = self._run(watch.forward, watch.watch_backward)
+        finally:
+            watch.end()
         return phases, watch.forward_parts(), watch.backward_parts()
 
 

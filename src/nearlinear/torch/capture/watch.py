@@ -56,7 +56,7 @@ class Watch:
         self._model, self._clock = model, clock
         self._marks: list[tuple[Any, str, int]] = []  # mark, the module that runs from here, next sequence number
         self._spans: list[tuple[str, Any, Any]] = []
-        self._alive: list[Any] = []
+        self._hooks: list[Any] = []
         self._owner = {id(p): path for path, m in model.named_modules() for p in m.parameters(recurse=False)}
 
     @contextlib.contextmanager
@@ -110,9 +110,16 @@ class Watch:
         else:
             path = self._marks[max(bisect.bisect_right(firsts, node._sequence_nr()) - 1, 0)][1]
         begun: list[Any] = []
-        self._alive.append(node)
-        node.register_prehook(lambda _: begun.append(self._clock.mark()))
-        node.register_hook(lambda *_: self._spans.append((path, begun.pop(), self._clock.mark())))
+        self._hooks += [
+            node.register_prehook(lambda _: begun.append(self._clock.mark())),
+            node.register_hook(lambda *_: self._spans.append((path, begun.pop(), self._clock.mark()))),
+        ]
+
+    def end(self) -> None:
+        """Remove the hooks: the nodes of leaves live on."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def forward_parts(self) -> Parts:
         """Return the seconds that each module itself ran, without its children."""

@@ -58,7 +58,6 @@ class Executor:
         self.split, self.rank, self.ranks = split, rank, tuple(ranks)
         self.state, self.batch_dims, self.device = state, tuple(batch_dims), device
         self.links: Links | None = None
-        self.dtypes: dict[str, torch.dtype] = {}  # of crossings, where they are not those of the captured graph
         self.mine = [number for number, holder in enumerate(ranks) if holder == rank]
         # In the order in which they are made, so that both ends of a link name the same one next.
         ordered = [split.crossings[name] for segment in split.segments[:-1] for name in segment.outputs]
@@ -312,8 +311,7 @@ class Run:
         """Return room for a microbatch's ``crossing``."""
         begin, end = self._bounds[microbatch]
         shape = [size(each, end - begin) for each in crossing.shape]
-        dtype = self._executor.dtypes.get(crossing.name, crossing.dtype)
-        return torch.empty(shape, dtype=dtype, device=self._executor.device)
+        return torch.empty(shape, dtype=crossing.dtype, device=self._executor.device)
 
     def expect(self, crossing: Crossing, microbatch: int, sender: int, what: str) -> Arriving:
         """Begin to receive a microbatch's ``crossing``, or its gradient."""

@@ -25,7 +25,7 @@ from nearlinear.core.graph import Graph
 from nearlinear.core.plan import Plan
 from nearlinear.errors import InputError
 from nearlinear.planning.partition import partition
-from nearlinear.torch import link
+from nearlinear.torch import link, optimizer_state
 from nearlinear.torch.capture import NON_STRICT, STRICT, Captured, capture
 from nearlinear.torch.capture.batch import Call
 from nearlinear.torch.pipeline.executor import Executor, Run, State, in_order, size
@@ -87,6 +87,7 @@ class Pipeline:
         self._token = torch.zeros((), requires_grad=True)
         self._stream: Any = None
         self._interleaved = False
+        self._told: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         model.forward = _Forward(self)
         _pipelines.add(self)
 
@@ -306,7 +307,8 @@ class Pipeline:
             written = sorted({stage for alias in aliases for stage in cut.writers.get(alias, ())})
             where = held or written or ([0] if isinstance(parameter, nn.Parameter) else [*range(stages)])
             owners[name] = tuple(replica * stages + stage for replica in range(replicas) for stage in where)
-        owners.update(dict.fromkeys(self._more(model), (self.session.size - 1,)))
+        # What the loss alone uses is where the loss is.
+        owners.update(dict.fromkeys(self._more(model), tuple(range(stages - 1, self.session.size, stages))))
         return owners
 
     def _let_go(self, model: nn.Module, owners: dict[str, tuple[int, ...]]) -> None:
@@ -336,11 +338,24 @@ class Pipeline:
         """Hide from the optimizer what lies on other ranks; each rank steps its own."""
         if self._held is not None:
             self._held.step_began(optimizer)
+            if optimizer not in self._told:
+                self._told.add(optimizer)
+                optimizer.register_state_dict_pre_hook(self._say_whose_state)
+
+    def _say_whose_state(self, optimizer: torch.optim.Optimizer) -> None:
+        if not optimizer_state.collecting:
+            self.session.notice(
+                "optimizer.state_dict() holds the state of this rank's own parameters; nl.save writes that of all ranks"
+            )
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that the optimizer stepped."""
         if self._held is not None:
             self._held.step_ended(optimizer)
+        for each in self._ready.values():
+            if each.executor.links is not None:
+                self.waited_s += each.executor.links.waited_s
+                each.executor.links.waited_s = 0.0
 
     def compare(self, step: int) -> None:
         """Compare what several ranks hold."""

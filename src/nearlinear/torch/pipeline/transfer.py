@@ -6,8 +6,9 @@ that both ends know. A direction has a group of its own: what waits in one never
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -36,7 +37,7 @@ class Links:
                 groups[pair] = group
         self._groups = groups
         self._sent: dict[int, deque[tuple[Pending, torch.Tensor]]] = {}
-        self.waited_s = 0.0
+        self.waited_s = 0.0  # for messages, whether they or what makes them took the time
 
     def send(self, tensor: torch.Tensor, to: int, what: str) -> None:
         """Begin to send a tensor; it must not be changed before ``flush``."""
@@ -45,29 +46,36 @@ class Links:
         under_way = self._sent.setdefault(to, deque())
         under_way.append((group.start_broadcast(tensor, self.rank, what), tensor))
         while len(under_way) > _UNSENT:
-            group.wait(under_way.popleft()[0], what)
+            self.wait(group, under_way.popleft()[0], what)
 
     def expect(self, tensor: torch.Tensor, sender: int, what: str) -> Arriving:
         """Begin to receive into ``tensor``, which is contiguous."""
         group = self._groups[sender, self.rank]
-        return Arriving(tensor, group.start_broadcast(_bytes(tensor), sender, what), group, what)
+        pending = group.start_broadcast(_bytes(tensor), sender, what)
+        return Arriving(tensor, lambda: self.wait(group, pending, what))
 
     def flush(self, what: str) -> None:
         """Wait until all that was sent has been taken."""
         for to, under_way in self._sent.items():
             while under_way:
-                self._groups[self.rank, to].wait(under_way.popleft()[0], what)
+                self.wait(self._groups[self.rank, to], under_way.popleft()[0], what)
+
+    def wait(self, group: Group, pending: Pending, what: str) -> None:
+        """Wait for a message, and count the time."""
+        began = time.perf_counter()
+        group.wait(pending, what)
+        self.waited_s += time.perf_counter() - began
 
 
 class Arriving:
     """A tensor that is being received."""
 
-    def __init__(self, tensor: torch.Tensor, pending: Pending, group: Group, what: str) -> None:
-        self._tensor, self._pending, self._group, self._what = tensor, pending, group, what
+    def __init__(self, tensor: torch.Tensor, wait: Callable[[], None]) -> None:
+        self._tensor, self._wait = tensor, wait
 
     def take(self) -> torch.Tensor:
         """Wait for it."""
-        self._group.wait(self._pending, self._what)
+        self._wait()
         return self._tensor
 
 

@@ -110,6 +110,7 @@ class State:
         self._model = weakref.ref(model)
         self._constants = dict(program.constants)
         self._owner: dict[str, tuple[nn.Module, str]] = {}
+        self._named: list[tuple[str, nn.Parameter]] | None = None  # the model keeps its parameters once it is split
 
     def __call__(self, name: str) -> Any:
         place = self._owner.get(name)
@@ -128,9 +129,11 @@ class State:
 
     def trainable(self) -> frozenset[str]:
         """Return the names of the parameters that take gradients now."""
-        model = self._model()
-        assert model is not None
-        return frozenset(name for name, each in model.named_parameters(remove_duplicate=False) if each.requires_grad)
+        if self._named is None:
+            model = self._model()
+            assert model is not None
+            self._named = list(model.named_parameters(remove_duplicate=False))
+        return frozenset(name for name, each in self._named if each.requires_grad)
 
 
 def in_order(call: Call, spec: pytree.TreeSpec) -> list[Any]:
@@ -155,7 +158,12 @@ class Run:
     ) -> None:
         self._executor, self._split, self._leaves, self._bounds = executor, executor.split, leaves, bounds
         trainable = executor.state.trainable() if training else frozenset[str]()
+        self.trainable = trainable
         self._training = training and bool(trainable)
+        # The same objects for all microbatches: optimizers and buffers are written in place.
+        self._state = {
+            number: [*map(executor.state, self._split.segments[number].parameters)] for number in executor.mine
+        }
         self._differentiable = {
             name for name, each in self._split.crossings.items() if not each.parameters.isdisjoint(trainable)
         }
@@ -198,7 +206,7 @@ class Run:
         inputs = {name: self._leaf(name, self._values[name, microbatch]) for name in segment.inputs}
         batch = [self._slice(position, begin, end) for position in segment.batch]
         sizes = [size(each, end - begin) for each in segment.sizes]
-        made = segment.run(*map(executor.state, segment.parameters), *inputs.values(), *batch, *sizes)
+        made = segment.run(*self._state[number], *inputs.values(), *batch, *sizes)
         outputs = dict(zip(segment.outputs, made, strict=True))
         if self._training:
             kept = {name: each for name, each in outputs.items() if each.requires_grad}

@@ -385,7 +385,7 @@ class _Through(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.pipeline, ctx.run, ctx.executor = pipeline, run, executor
         made = pipeline.outputs(run, executor, number)
-        trainable = executor.state.trainable()
+        trainable = run.trainable
         tensors = [each for each in executor.split.returned if each.constant is None and each.shape is not None]
         fixed = [value for value, each in zip(made, tensors, strict=True) if each.parameters.isdisjoint(trainable)]
         ctx.mark_non_differentiable(*fixed)

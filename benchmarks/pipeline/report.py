@@ -162,7 +162,8 @@ def _cut(case: Mapping[str, Any]) -> str:
     def layers(plan: Mapping[str, Any]) -> str:
         return " + ".join("1" if share == 1 else f"{share:.2f}" for share in plan["first stage"].values())
 
-    cuts = sorted({layers(plan) for plan in case["plans"]})
+    ours = [plan for plan in case["plans"] if plan["run"]["loads"] != plan["alike"]["loads"]] or case["plans"]
+    cuts = sorted({layers(plan) for plan in ours})
     return f"Layers on stage 0 in the plans made: {'; '.join(cuts)}."
 
 

@@ -165,7 +165,8 @@ def start(name: str, task: Task, rank: int) -> Any:
 
     Args:
         name: ``"one"``, ``"one/8"`` (in eight pieces), ``"halves/8"``, ``"nearlinear/8"``, ``"step/8"`` (with
-            ``nl.step``), ``"alike/8"`` (with as many layers on either stage), ``"gpipe/8"``, ``"1f1b/8"``; the number is that of the microbatches.
+            ``nl.step``), ``"alike/8"`` (with as many layers on either stage), ``"gpipe/8"``, ``"1f1b/8"``: the number
+            is that of the microbatches.
         task: What to train.
         rank: Which of the two processes this is.
     """

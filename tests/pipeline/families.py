@@ -74,9 +74,7 @@ def train_images(note: Note, model: nn.Module, **more: Any) -> None:
 def gpt2(note: Note) -> None:
     train_text(
         note,
-        hf.GPT2LMHeadModel(
-            hf.GPT2Config(vocab_size=99, n_embd=32, n_layer=4, n_head=4, n_positions=32, **SPECIAL)
-        ),
+        hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=99, n_embd=32, n_layer=4, n_head=4, n_positions=32, **SPECIAL)),
     )
 
 

@@ -126,3 +126,9 @@ def stages_without_a_pipeline() -> None:
 @refusal("microbatches is 0; it must be at least 1")
 def no_microbatches() -> None:
     nl.Plan("pipeline", microbatches=0)
+
+
+@refusal("that requires a gradient, and none flows out of a pipeline's first stage")
+def an_input_that_wants_a_gradient() -> None:
+    model, _ = parts()
+    model(torch.ones(4, 4, requires_grad=True))

@@ -24,7 +24,7 @@ from nearlinear.core.cluster import Link
 from nearlinear.core.graph import Graph
 from nearlinear.core.plan import Plan
 from nearlinear.errors import InputError
-from nearlinear.planning.partition import partition
+from nearlinear.planning.partition import Partition, partition
 from nearlinear.torch import link, optimizer_state
 from nearlinear.torch.capture import NON_STRICT, STRICT, Captured, capture
 from nearlinear.torch.capture.batch import Call
@@ -33,7 +33,7 @@ from nearlinear.torch.pipeline.foreign import Foreign
 from nearlinear.torch.pipeline.gate import require_same_numbers
 from nearlinear.torch.pipeline.materialise import materialise
 from nearlinear.torch.pipeline.parameters import Parameters
-from nearlinear.torch.pipeline.placed import placed, real
+from nearlinear.torch.pipeline.placed import PlacedTensor, placed, real, value_of
 from nearlinear.torch.pipeline.stages import Split, split
 from nearlinear.torch.pipeline.transfer import Links
 from nearlinear.torch.pipeline.values import Values
@@ -100,6 +100,7 @@ class Pipeline:
         call = Call.of(args, kwargs, 0)
         if call.samples < 1:
             raise InputError("the batch holds no samples; hand over at least one")
+        call = _readable(call)
         leaves, spec = pytree.tree_flatten((call.args, dict(call.kwargs)))
         key = _kind(model, call, leaves, spec)
         ready = self._ready.get(key)
@@ -269,9 +270,9 @@ class Pipeline:
         everyones: list[Any] = []
         if self.session.rank == 0:
             graph = _with_times(model, call, captured)
-            self.planned = partition(graph, stages, measured.bandwidth)
-            place = {device: position for position, device in enumerate(self.planned.stages)}
-            found = [place[device] for device in self.planned.assignment]
+            found = _stages(partition(graph, stages, measured.bandwidth))
+            if 1 + max(found) < stages:  # the script asked for so many, whatever the links would advise
+                found = _stages(partition(_without_bytes(graph), stages, 1e15))
             everyones = self.session.all_gather_json([found, _names(captured)], "planning the stages")
         else:
             everyones = self.session.all_gather_json([[], _names(captured)], "planning the stages")
@@ -279,9 +280,6 @@ class Pipeline:
         if odd is not None:
             raise InputError(f"rank {odd} captured another graph than rank 0; is its torch another version?")
         assignment: list[int] = everyones[0][0]
-        used = 1 + max(assignment)
-        if used < stages:
-            assignment = _spread(captured.graph, assignment, stages)
         return {name: stage for names, stage in zip(captured.nodes, assignment, strict=True) for name in names}
 
     def _as_held(self, captured: Captured) -> dict[str, int]:
@@ -522,9 +520,29 @@ def _by_flop(graph: Graph) -> Graph:
     return dataclasses.replace(graph, operators=operators)
 
 
-def _spread(graph: Graph, assignment: Sequence[int], stages: int) -> list[int]:
-    """Return an assignment that uses all stages: the script asked for so many, whatever the links would advise."""
-    free = dataclasses.replace(graph, tensors=tuple(dataclasses.replace(each, bytes=0.0) for each in graph.tensors))
-    found = partition(free, stages, 1e15)
+def _without_bytes(graph: Graph) -> Graph:
+    return dataclasses.replace(graph, tensors=tuple(dataclasses.replace(each, bytes=0.0) for each in graph.tensors))
+
+
+def _stages(found: Partition) -> list[int]:
+    """Return the stage of each operator: its device's place among those that a microbatch passes."""
     place = {device: position for position, device in enumerate(found.stages)}
     return [place[device] for device in found.assignment]
+
+
+def _readable(call: Call) -> Call:
+    """Return the call with its tensors' values on this rank, where they are those of another pipeline's output.
+
+    Raises:
+        InputError: A gradient would have to flow into what the model is called with.
+    """
+    for leaf in call_leaves(call):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch.is_grad_enabled():
+            raise InputError(
+                f"the model is called with a tensor of shape {tuple(leaf.shape)} that requires a gradient, and none "
+                "flows out of a pipeline's first stage; detach it, make both models one, or use strategy 'data'"
+            )
+    if not any(isinstance(leaf, PlacedTensor) for leaf in call_leaves(call)):
+        return call
+    args, kwargs = pytree.tree_map_only(PlacedTensor, value_of, (call.args, dict(call.kwargs)))
+    return Call(args, kwargs, call.samples, call.dim)

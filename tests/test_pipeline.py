@@ -21,7 +21,9 @@ from conftest import TESTS, names_in, run
 
 EVERYWHERE = names_in("pipeline/cases.py", "case")
 WHOLE = names_in("pipeline/cases.py", "whole")  # where one pipeline sees the whole batch
-LIMITS = {"autocast_to_bfloat16": 3e-2}
+FAMILIES = names_in("pipeline/families.py", "family")
+# A mamba computes its scan in float32 (1e-7) whatever its parameters are in.
+LIMITS = {"autocast_to_bfloat16": 3e-2, "mamba": 1e-5}
 # What the default run has time for; the others are as different as the models of the family they stand beside.
 QUICK = (
     "mlp_with_skips",
@@ -93,3 +95,18 @@ def test_any_number_of_stages_has_the_numbers_of_one_process(name: str, stages: 
 @pytest.mark.parametrize("name", EVERYWHERE)
 def test_two_pipelines_of_two_stages_have_the_numbers_of_one_process(name: str, ran: Ran) -> None:
     require_equal(name, 4, 2, tuple(EVERYWHERE), ran)
+
+
+@pytest.mark.timeout(900)
+def test_a_family_of_transformers_has_the_numbers_of_one_process(ran: Ran) -> None:
+    pytest.importorskip("transformers")
+    require_equal("llama", 2, 2, ("llama",), ran)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_of_transformers_have_the_numbers_of_one_process(name: str, stages: int, ran: Ran) -> None:
+    pytest.importorskip("transformers")
+    require_equal(name, stages, stages, tuple(FAMILIES), ran)

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 import transformers as hf
-from cases import Note, labels, loader_of, rows, train
 from torch import nn
+
+from cases import Note, labels, loader_of, rows, train
 
 FAMILIES: dict[str, Callable[[Note], None]] = {}
 

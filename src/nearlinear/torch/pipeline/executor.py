@@ -16,6 +16,7 @@ back as the gradient of what was sent.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -28,6 +29,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from nearlinear.torch.capture.batch import Call
+from nearlinear.torch.pipeline.draws import drawing
 from nearlinear.torch.pipeline.stages import Crossing, Split
 from nearlinear.torch.pipeline.transfer import Arriving, Links
 
@@ -179,8 +181,12 @@ class Run:
 
     # ---- forward
 
-    def forward(self) -> list[Any]:
-        """Run this rank's stages; return the model's outputs, one per leaf, where the last stage is."""
+    def forward(self, *drawn_by: int) -> list[Any]:
+        """Run this rank's stages; return the model's outputs, one per leaf, where the last stage is.
+
+        Args:
+            drawn_by: Numbers that random operators draw by (``draws.py``); none: from torch's streams.
+        """
         executor = self._executor
         entering = _Ahead(self, executor.entering, lambda each: [executor.rank_of(each.producer)], "forward pass")
         returned: list[Any] = []
@@ -193,10 +199,12 @@ class Run:
             for microbatch in range(len(self._bounds)):
                 for crossing, [value] in entering.take(microbatch):
                     self._values[crossing.name, microbatch] = value
-                for number in executor.mine:
-                    self._stage_forward(number, microbatch)
+                with drawing(*drawn_by, microbatch) if drawn_by else contextlib.nullcontext():
+                    for number in executor.mine:
+                        self._stage_forward(number, microbatch)
             if executor.last:
-                returned = self._tail_forward()
+                with drawing(*drawn_by, -1) if drawn_by else contextlib.nullcontext():
+                    returned = self._tail_forward()
         self._values.clear()
         return returned
 

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from nearlinear.errors import InputError
 from nearlinear.torch.capture.interpret import mixes_batch, names_of
+from nearlinear.torch.pipeline.draws import seeded
 
 FREE = -1
 """The stage of what every rank computes for itself."""
@@ -520,7 +521,9 @@ class _Builder:
         cut = self._cut
         if node.op == "placeholder" or cut.facts[node].symbolic or node.op == "output":
             return  # made when somebody reads it
-        self._made[node] = self._graph.node_copy(node, self._of)
+        copy = self._made[node] = self._graph.node_copy(node, self._of)
+        if _random(node) and callable(node.target):
+            copy.target = seeded(node.target, node.name)
 
     def _of(self, node: fx.Node) -> Any:
         """Return what stands for ``node`` in this segment's graph."""

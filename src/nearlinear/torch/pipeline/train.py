@@ -38,7 +38,7 @@ from nearlinear.torch.pipeline.stages import Split, split
 from nearlinear.torch.pipeline.transfer import Links
 from nearlinear.torch.pipeline.values import Values
 from nearlinear.torch.profile import profile
-from nearlinear.torch.session import Session, derived_seed
+from nearlinear.torch.session import Session
 
 _PER_STAGE = 4  # microbatches: the pipeline then stands idle for at most a fifth of the time
 _KINDS = 8  # of calls (shapes, training or not) that are captured; each takes seconds
@@ -85,7 +85,6 @@ class Pipeline:
         self._values: Values | None = None
         self.link: Link | None = None  # gradients stay where they are
         self._token = torch.zeros((), requires_grad=True)
-        self._stream: Any = None
         self._interleaved = False
         self._told: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         model.forward = _Forward(self)
@@ -161,31 +160,9 @@ class Pipeline:
         """Return those whose models are still there."""
         return [each for each in _pipelines if each._model() is not None]
 
-    @contextlib.contextmanager
-    def own_stream(self) -> Iterator[None]:
-        """Draw from random numbers of this stage's own: the script's stay the same on all ranks of the pipeline."""
-        outside = torch.get_rng_state(), torch.cuda.get_rng_state() if self.device.type == "cuda" else None
-        if self._stream is None:
-            seed = derived_seed(torch.initial_seed(), "stage", self.session.rank)
-            torch.default_generator.manual_seed(seed)
-            if outside[1] is not None:
-                torch.cuda.manual_seed(seed)
-        else:
-            torch.set_rng_state(self._stream[0])
-            if outside[1] is not None:
-                torch.cuda.set_rng_state(self._stream[1])
-        try:
-            yield
-        finally:
-            self._stream = torch.get_rng_state(), torch.cuda.get_rng_state() if outside[1] is not None else None
-            torch.set_rng_state(outside[0])
-            if outside[1] is not None:
-                torch.cuda.set_rng_state(outside[1])
-
     def outputs(self, run: Run, executor: Executor, number: int) -> list[torch.Tensor]:
         """Run the forward pass and return the model's tensors, by their place among its outputs."""
-        with self.own_stream():
-            made = run.forward()
+        made = run.forward(torch.initial_seed(), number)
         assert self._values is not None
         owner = self.ranks[-1]
         found: list[torch.Tensor] = []
@@ -366,7 +343,7 @@ class Pipeline:
         self.samples += run.samples
         events.publish("backward", model=self.number)
         self._held.backward_began()
-        with torch.enable_grad(), self.own_stream():
+        with torch.enable_grad():
             run.backward(gradients, {place for place, each in enumerate(gradients) if each is not None})
         self._held.backward_ended()
         if events.listened_to("gradients"):

@@ -41,7 +41,7 @@ DEADLINE_S = 900.0
 SPEED = ("one", "one/8", "halves/8", "nearlinear/8", "step/8", "gpipe/8", "1f1b/8")
 PIECES = ("one", "nearlinear/1", "nearlinear/2", "nearlinear/4", "nearlinear/16")
 SPLIT = ("one", "nearlinear/8", "alike/8", "gpipe/8", "1f1b/8")
-ROOM = 0.6  # of what the whole model's training holds, that each process may have beside what it needs without a model
+ROOM = 0.5  # of what the whole model's training holds, that each process may have beside what a tiny one takes
 
 
 def main() -> None:
@@ -107,10 +107,11 @@ def _memory(options: dict[str, Any], quick: bool) -> list[Any]:
 
 def _fit(options: dict[str, Any], quick: bool) -> dict[str, Any]:
     asked = {**options, "width": 768 if quick else 1024, "layers": 8 if quick else 12, "steps": 3}
-    [[bare]] = _ranks("fits.py", 1, {**asked, "steps": 0}, pinned=False)
-    whole = 16 * bare["parameters"]  # Adam: four numbers of four bytes
-    limit = int(bare["peak"] + ROOM * whole)
-    found: dict[str, Any] = {"bare": bare["peak"], "whole": whole, "limit": limit}
+    [[about]] = _ranks("fits.py", 1, {**asked, "steps": 0}, pinned=False)
+    tiny = [rank[0]["peak"] for rank in _ranks("fits.py", 4, {**asked, "width": 64}, pinned=False)]
+    whole = 16 * about["parameters"]  # Adam: four numbers of four bytes
+    limit = int(max(tiny) + ROOM * whole)
+    found: dict[str, Any] = {"bare": max(tiny), "whole": whole, "limit": limit, "alone": about["peak"]}
     for processes in (1, 4):
         try:
             ranks = _ranks("fits.py", processes, asked, pinned=False, address_space=limit)
@@ -148,8 +149,8 @@ def _ranks(
         for rank in range(count):
             environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
             environment |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-            if pinned:
-                environment |= ALLOCATOR
+            # Or each thread reserves 64 MB of address space to allocate from.
+            environment |= ALLOCATOR if pinned else {"MALLOC_ARENA_MAX": "1"}
             if count > 1:
                 environment |= {
                     "RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank),

@@ -108,8 +108,8 @@ def _memory(runs: Sequence[Sequence[Sequence[Mapping[str, Any]]]]) -> tuple[str,
 def _fit(found: Mapping[str, Any]) -> tuple[str, list[str]]:
     alone, four = found["1"], found["4"]
     text = (
-        f"Parameters, gradients and Adam's moments: {size(found['whole'])}; address space without a model: "
-        f"{size(found['bare'])}; `ulimit -v`: {size(found['limit'])}. One process: "
+        f"Parameters, gradients and Adam's moments: {size(found['whole'])}; address space of a rank with a "
+        f"tiny model: {size(found['bare'])}, of a process before it trains {size(found['alone'])}; `ulimit -v`: {size(found['limit'])}. One process: "
         f"{alone if isinstance(alone, str) else 'fits'}. Four: "
         + (four if isinstance(four, str) else ", ".join(size(rank["peak"]) for rank in four) + " at their peaks")
         + "."

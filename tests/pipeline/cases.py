@@ -2,7 +2,7 @@
 
 A case is a function of ``note(name, value)``: it trains and notes what must agree. ``train`` goes through all numbers
 of microbatches, with SGD first and Adam then. A ``@case`` holds under data x pipeline too; a ``@whole`` one only where
-one pipeline sees the whole batch, because its loss is no mean over samples.
+one pipeline sees the whole batch, because its loss is no mean over samples; a ``@drawn`` one draws random numbers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def case(fn: Callable[[Note], None]) -> Callable[[Note], None]:
     return fn
 
 
-whole = case
+whole = drawn = case  # what is drawn differs from one process, and only there
 
 
 # ---- what the cases share
@@ -758,27 +758,20 @@ def a_mean_over_the_batch_half_way(note: Note) -> None:
     train(note, BatchMean(), loader_of(rows(), labels()))
 
 
-@case
-def dropout_draws_the_same_twice(note: Note) -> None:
-    found = []
-    for _ in range(2):
-        torch.manual_seed(5)
-        # At the ends, where they lie on one stage wherever the cuts are: those follow measured times, and every stage
-        # draws numbers of its own.
-        model = nn.Sequential(nn.Dropout(0.2), nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
-        model.extend([nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3), nn.Dropout(0.5)])
-        optimizer = sgd(model)
-        model, optimizer, loader = distribute(model, optimizer, loader_of(rows(), labels()))
-        losses = []
-        for batch in itertools.islice(endless(loader), 5):
-            optimizer.zero_grad()
-            loss = cross_entropy(model, batch)
-            loss.backward()
-            optimizer.step()
-            losses.append(float(nl.mean(loss)))
-        found.append(losses)
-    note("the same", found[0] == found[1])
-    note("it learns from all draws", len(set(found[0])) == len(found[0]))
+@drawn
+def dropout(note: Note) -> None:
+    layers = [nn.Linear(6, 16), nn.Dropout(0.5), nn.Tanh(), nn.Linear(16, 16), nn.Dropout(0.5)]
+    model = nn.Sequential(*layers, nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3))
+    optimizer = sgd(model)
+    model, optimizer, loader = distribute(model, optimizer, loader_of(rows(40), labels(40)))
+    for step, batch in enumerate(itertools.islice(endless(loader), 5)):
+        optimizer.zero_grad()
+        loss = cross_entropy(model, batch)
+        loss.backward()
+        optimizer.step()
+        note(f"{step} loss", nl.mean(loss))
+        note(f"{step} draw of the script", torch.rand(3))
+    state(note, model, "end")
 
 
 @case

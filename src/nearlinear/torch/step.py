@@ -40,7 +40,10 @@ def _interleaved(
     """Run the function on one microbatch after another, forward and backward in the order of 1F1B."""
     call = Call.of(args, kwargs, 0)
     pipeline = pipelines[-1]  # all of a script are of the same ranks
-    count = max(1, min(pipeline.microbatches, call.samples // 2))
+    batch, parts_of_it = pipeline.session.batch, pipeline.session.parts
+    # As many in every pipeline, though its share may be a sample larger: each is a backward pass, which are counted.
+    least = call.samples if batch is None or parts_of_it == 1 else min(call.samples, batch.samples // parts_of_it)
+    count = max(1, min(pipeline.microbatches, least // 2))
     pieces = [_piece(call, begin, end) for begin, end in parts(call.samples, count)]
     weights = _weights(pieces, call)
     stage = pipeline.session.rank - pipeline.ranks[0]

@@ -157,8 +157,8 @@ class Pipeline:
 
     @classmethod
     def alive(cls) -> list[Pipeline]:
-        """Return those whose models are still there."""
-        return [each for each in _pipelines if each._model() is not None]
+        """Return those whose models are still there, in the same order on all ranks."""
+        return sorted((each for each in _pipelines if each._model() is not None), key=lambda each: each.number)
 
     def outputs(self, run: Run, executor: Executor, number: int) -> list[torch.Tensor]:
         """Run the forward pass and return the model's tensors, by their place among its outputs."""

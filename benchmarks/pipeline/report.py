@@ -108,9 +108,9 @@ def _memory(runs: Sequence[Sequence[Sequence[Mapping[str, Any]]]]) -> tuple[str,
 def _fit(found: Mapping[str, Any]) -> tuple[str, list[str]]:
     alone, four = found["1"], found["4"]
     text = (
-        f"Parameters, gradients and Adam's moments: {size(found['whole'])}; address space of a rank with a "
-        f"tiny model: {size(found['bare'])}, of a process before it trains {size(found['alone'])}; `ulimit -v`: {size(found['limit'])}. One process: "
-        f"{alone if isinstance(alone, str) else 'fits'}. Four: "
+        f"Parameters, gradients and Adam's moments: {size(found['whole'])}; addresses of a rank with a tiny model: "
+        f"{size(found['bare'])}, of a process before it trains: {size(found['alone'])}; `ulimit -v`: "
+        f"{size(found['limit'])}. One process: {alone if isinstance(alone, str) else 'fits'}. Four: "
         + (four if isinstance(four, str) else ", ".join(size(rank["peak"]) for rank in four) + " at their peaks")
         + "."
     )

@@ -20,7 +20,7 @@ import nearlinear as nl
 from nearlinear import events
 from nearlinear.errors import DriftError, InputError
 from nearlinear.torch import session
-from nearlinear.torch.distribute import _reducers
+from nearlinear.torch.distribute import _combining
 
 CLAIMS: dict[str, Callable[[], None]] = {}
 
@@ -171,7 +171,7 @@ def accumulation_communicates_once_per_window() -> None:
 @claim
 def gradients_travel_while_backward_goes_on() -> None:
     model, optimizer, _ = distributed(strategy=nl.Plan(bucket_bytes=64))
-    reducer = _reducers[-1]
+    reducer = _combining[-1]
     sent = []
     for _ in range(2):
         optimizer.zero_grad()
@@ -210,7 +210,7 @@ def bf16_on_the_wire_keeps_replicas_equal_and_near() -> None:
             optimizer.zero_grad()
             F.cross_entropy(model(data().tensors[0][nl.rank() :: 2]), data().tensors[1][nl.rank() :: 2]).backward()
             optimizer.step()
-    assert _reducers[-1]._layout.buckets[0].dtype == torch.bfloat16
+    assert _combining[-1]._layout.buckets[0].dtype == torch.bfloat16
     assert len(set(everyones(bits(narrow)))) == 1
     for a, b in zip(plain.parameters(), narrow.parameters(), strict=True):
         assert not torch.equal(a, b)
@@ -285,11 +285,11 @@ def a_model_that_the_script_drops_is_let_go() -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     model, optimizer, loader = distributed(model)
     train(model, optimizer, loader)
-    held, parameter = len(_reducers), weakref.ref(model[0].weight)
+    held, parameter = len(_combining), weakref.ref(model[0].weight)
     del model, optimizer, loader
     gc.collect()
     assert parameter() is None
-    assert len(_reducers) == held - 1
+    assert len(_combining) == held - 1
 
 
 @claim

@@ -770,7 +770,7 @@ def dropout(note: Note) -> None:
         loss.backward()
         optimizer.step()
         note(f"{step} loss", nl.mean(loss))
-        note(f"{step} draw of the script", torch.rand(3))
+        note(f"{step} draw of the script", torch.rand(3))  # the same on all ranks, wherever the layers lie
     state(note, model, "end")
 
 

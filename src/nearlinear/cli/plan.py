@@ -278,8 +278,10 @@ def _show(found: _Found, console: Console) -> None:
     console.print(_curve(expected, loss=found.work.grows and isinstance(found.noise, NoiseScale)))
     console.print(f"[bold]stop at {expected.stop}[/]: {expected.reason}")
     strategy = choice.winner.way.strategy
-    if strategy not in STRATEGIES and choice.winner.way.devices > 1:
+    if choice.winner.way.devices > 1 and strategy not in STRATEGIES:
         console.print(f"[dim]this version trains {', '.join(STRATEGIES)}; {strategy} is a forecast[/]")
+    elif choice.winner.way.devices > 1 and strategy != "data":
+        console.print(f"[dim]ask for it: --strategy {strategy} (auto means data)[/]")
     if isinstance(found.noise, NoiseScale):
         console.print(_batch(found.noise, study.batch))
     else:

@@ -36,7 +36,10 @@ def seeded(target: Callable[..., Any], name: str) -> Callable[..., Any]:
             return target(*args, **kwargs)
         cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         states = torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None
-        torch.manual_seed(derived_seed(*_place[-1], name))
+        seed = derived_seed(*_place[-1], name)
+        torch.default_generator.manual_seed(seed)
+        if cuda:
+            torch.cuda.manual_seed(seed)
         try:
             return target(*args, **kwargs)
         finally:

@@ -38,7 +38,7 @@ def more_stages_than_operators() -> None:
     model(torch.ones(4, 4))
 
 
-@refusal("the first batch holds one sample; a pipeline needs at least 2")
+@refusal("the first batch holds one sample, and a pipeline needs at least 2")
 def a_batch_of_one_sample() -> None:
     model, _ = parts()
     model(torch.ones(1, 4))
@@ -132,3 +132,11 @@ def no_microbatches() -> None:
 def an_input_that_wants_a_gradient() -> None:
     model, _ = parts()
     model(torch.ones(4, 4, requires_grad=True))
+
+
+@refusal("have called the model with different batches since the last optimizer step")
+def another_batch_later_on() -> None:
+    model, optimizer = parts()
+    for step in range(2):
+        model(torch.full((4, 4), float(step * nl.rank()))).sum().backward()
+        optimizer.step()

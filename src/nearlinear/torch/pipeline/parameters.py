@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -154,26 +154,30 @@ class Parameters:
             if gradient is not None:
                 yield name, gradient.fetched() if isinstance(gradient, Foreign) else gradient
 
-    def step_began(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def step_began(self, optimizer: torch.optim.Optimizer | None = None, told: Sequence[int] = ()) -> list[int]:
         """Make the gradients ready for a step; return when every rank has come to it.
 
         Within the step the gradient of what lies elsewhere reads as None, so that the optimizer passes it over.
 
         Args:
             optimizer: Which one; None: one that holds all parameters, or nothing is known of it.
+            told: Numbers, as many on all ranks, to be added up in the same message.
+
+        Returns:
+            The sums of what the ranks told.
 
         Raises:
             InputError: The parameters are not those of the start, or the ranks are at different steps.
         """
         self.check(optimizer)
         self._gradients.combine()
-        if self._group is not None:
-            self._meet(self._group)
+        sums = list(told) if self._group is None else self._meet(self._group, told)
         self._gradients.met()
         if optimizer is not None:
             for name in self._gradients.away:
                 optimizer.state.pop(self._parameters[name], None)  # made or loaded before the split
         self._gradients.stepping = True
+        return sums
 
     def step_ended(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Count the step, whose number readers ask for."""
@@ -215,20 +219,21 @@ class Parameters:
         if not held <= self._by_optimizer.setdefault(id(optimizer), held):
             raise InputError("the optimizer was given parameters after distribute; give them to it before")
 
-    def _meet(self, group: Group) -> None:
-        """Meet all ranks, and tell which parameters have a gradient."""
+    def _meet(self, group: Group, told: Sequence[int]) -> list[int]:
+        """Meet all ranks, tell which parameters have a gradient, and return the sums of ``told``."""
         names = list(self._parameters)
         kept = self._gradients.own
         found = [int(n in self._kept and slot.get(kept[n].parameter) is not None) for n in names]
         device = self._parameters[names[0]].device
-        sums = torch.tensor([1, self.steps, self._gradients.passes, *found], device=device)
-        size, steps, passes, *found = group.all_reduce(sums, "the beginning of an optimizer step").tolist()
+        sums = torch.tensor([1, self.steps, self._gradients.passes, *found, *told], device=device)
+        size, steps, passes, *rest = group.all_reduce(sums, "the beginning of an optimizer step").tolist()
         if (steps, passes) != (size * self.steps, size * self._gradients.passes):
             raise InputError(
                 f"rank {self._rank} begins optimizer step {self.steps + 1} after {self._gradients.passes} backward "
                 "passes, and another rank after more or fewer; every rank must make the same calls"
             )
-        self._gradients.present = {name: bool(each) for name, each in zip(names, found, strict=True)}
+        self._gradients.present = {name: bool(each) for name, each in zip(names, rest, strict=False)}
+        return rest[len(names) :]
 
     # ---- buffers
 

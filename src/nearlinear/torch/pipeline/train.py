@@ -42,7 +42,9 @@ from nearlinear.torch.session import Session
 
 _PER_STAGE = 4  # microbatches: the pipeline then stands idle for at most a fifth of the time
 _KINDS = 8  # of calls (shapes, training or not) that are captured; each takes seconds
-_PROFILE_S = 1.0
+_PROFILE_S = 2.0
+_LOOKED_AT = 1024  # elements of a batch's tensor
+_MARKS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class Pipeline:
         self.link: Link | None = None  # gradients stay where they are
         self._token = torch.zeros((), requires_grad=True)
         self._interleaved = False
+        self._seen = 0  # a mark of the batches since the last optimizer step
         self._told: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         model.forward = _Forward(self)
         _pipelines.add(self)
@@ -107,6 +110,7 @@ class Pipeline:
             with self._plain(model):
                 ready = self._ready[key] = self._build(model, call)
         leaves = in_order(call, ready.spec)
+        self._seen = (self._seen * 31 + sum(map(_mark, leaves))) % _MARKS
         executor, training = ready.executor, torch.is_grad_enabled()
         assert self._values is not None
         number = self._values.began + 1
@@ -189,7 +193,8 @@ class Pipeline:
         first = self._held is None
         if first and call.samples < 2:
             raise InputError(
-                "the first batch holds one sample; a pipeline needs at least 2 to see which dimension they are"
+                "the first batch holds one sample, and a pipeline needs at least 2 to see which dimension they are; "
+                "call the model on 2 samples once, or use strategy 'data'"
             )
         if self.device.type == "meta":
             self.device = next(leaf.device for leaf in call_leaves(call) if isinstance(leaf, torch.Tensor))
@@ -312,7 +317,17 @@ class Pipeline:
     def before_step(self, optimizer: torch.optim.Optimizer, *, first: bool) -> None:
         """Hide from the optimizer what lies on other ranks; each rank steps its own."""
         if self._held is not None:
-            self._held.step_began(optimizer)
+            # By pipeline, so that the ranks of one can be compared.
+            told = [0] * (self.session.size // len(self.ranks))
+            told[self.session.part] = self._seen
+            sums = self._held.step_began(optimizer, told)
+            if sums[self.session.part] != len(self.ranks) * self._seen:
+                raise InputError(
+                    f"rank {self.session.rank} and another rank of its pipeline have called the model with different "
+                    "batches since the last optimizer step; hand the loader to nl.distribute, or seed what draws or "
+                    "changes a batch alike on all ranks"
+                )
+            self._seen = 0
             if optimizer not in self._told:
                 self._told.add(optimizer)
                 optimizer.register_state_dict_pre_hook(self._say_whose_state)
@@ -328,6 +343,7 @@ class Pipeline:
         if self._held is not None:
             self._held.step_ended(optimizer)
         for each in self._ready.values():
+            each.executor.flush()  # a script that ends here leaves nothing under way
             if each.executor.links is not None:
                 self.waited_s += each.executor.links.waited_s
                 each.executor.links.waited_s = 0.0
@@ -484,7 +500,7 @@ def _with_times(model: nn.Module, call: Call, captured: Captured) -> Graph:
     if any(each.is_meta for each in model.parameters()):
         return _by_flop(captured.graph)
     try:
-        return profile(model, call.args, call.kwargs, captured=captured, budget=_PROFILE_S, least=2, warmup=1).graph
+        return profile(model, call.args, call.kwargs, captured=captured, budget=_PROFILE_S, least=4, warmup=1).graph
     except InputError:
         return _by_flop(captured.graph)
 
@@ -495,6 +511,19 @@ def _by_flop(graph: Graph) -> Graph:
         for each in graph.operators
     )
     return dataclasses.replace(graph, operators=operators)
+
+
+def _mark(leaf: Any) -> int:
+    """Return a number that tells batches apart: of the shape, and of some elements where they are on the CPU."""
+    if not isinstance(leaf, torch.Tensor):
+        return 0
+    mark = hash((tuple(leaf.shape), str(leaf.dtype).count("6"))) % _MARKS
+    if leaf.device.type != "cpu" or not leaf.numel() or leaf.layout != torch.strided:
+        return mark
+    flat = leaf.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // _LOOKED_AT)].contiguous().view(torch.uint8)
+    weights = torch.arange(1, some.numel() + 1, dtype=torch.int64)
+    return (mark + int((some.to(torch.int64) * weights).sum())) % _MARKS
 
 
 def _without_bytes(graph: Graph) -> Graph:

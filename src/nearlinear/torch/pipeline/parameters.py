@@ -71,6 +71,7 @@ class Parameters:
         self._parameters = {**dict(model.named_parameters()), **(more or {})}
         self._buffers = dict(model.named_buffers())
         self.steps = 0
+        self.sums: list[int] = []  # of what the ranks told at the latest step
         self.unseen: tuple[int, int] | None = None  # where the script was at its latest edit through .data
         self.kind = f"tensor {sum(kind.startswith('tensor') for kind in values.handlers)}"
         _require_apart({**self._parameters, **self._buffers}, owners)
@@ -154,30 +155,26 @@ class Parameters:
             if gradient is not None:
                 yield name, gradient.fetched() if isinstance(gradient, Foreign) else gradient
 
-    def step_began(self, optimizer: torch.optim.Optimizer | None = None, told: Sequence[int] = ()) -> list[int]:
+    def step_began(self, optimizer: torch.optim.Optimizer | None = None, told: Sequence[int] = ()) -> None:
         """Make the gradients ready for a step; return when every rank has come to it.
 
         Within the step the gradient of what lies elsewhere reads as None, so that the optimizer passes it over.
 
         Args:
             optimizer: Which one; None: one that holds all parameters, or nothing is known of it.
-            told: Numbers, as many on all ranks, to be added up in the same message.
-
-        Returns:
-            The sums of what the ranks told.
+            told: Numbers, as many on all ranks, to be added up in the same message; ``sums`` has the result.
 
         Raises:
             InputError: The parameters are not those of the start, or the ranks are at different steps.
         """
         self.check(optimizer)
         self._gradients.combine()
-        sums = list(told) if self._group is None else self._meet(self._group, told)
+        self.sums = list(told) if self._group is None else self._meet(self._group, told)
         self._gradients.met()
         if optimizer is not None:
             for name in self._gradients.away:
                 optimizer.state.pop(self._parameters[name], None)  # made or loaded before the split
         self._gradients.stepping = True
-        return sums
 
     def step_ended(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Count the step, whose number readers ask for."""

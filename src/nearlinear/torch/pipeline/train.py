@@ -320,8 +320,8 @@ class Pipeline:
             # By pipeline, so that the ranks of one can be compared.
             told = [0] * (self.session.size // len(self.ranks))
             told[self.session.part] = self._seen
-            sums = self._held.step_began(optimizer, told)
-            if sums[self.session.part] != len(self.ranks) * self._seen:
+            self._held.step_began(optimizer, told)
+            if self._held.sums[self.session.part] != len(self.ranks) * self._seen:
                 raise InputError(
                     f"rank {self.session.rank} and another rank of its pipeline have called the model with different "
                     "batches since the last optimizer step; hand the loader to nl.distribute, or seed what draws or "

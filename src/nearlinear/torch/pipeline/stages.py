@@ -27,10 +27,17 @@ from torch.utils import _pytree as pytree
 from nearlinear.errors import InputError
 from nearlinear.torch.capture.interpret import mixes_batch, names_of
 from nearlinear.torch.pipeline.draws import seeded
+from nearlinear.torch.pipeline.nodes import (
+    Together,
+    is_batch_norm,
+    is_check,
+    is_random,
+    is_view,
+    stops_gradients,
+    written_by,
+)
 
-FREE = -1
-"""The stage of what every rank computes for itself."""
-
+_NUMBERS = ("Tensor", "Optional[Tensor]", "number", "Scalar", "float", "Optional[number]", "Optional[float]")
 _PICKS = ("index", "index_put", "gather", "scatter", "take")
 
 
@@ -119,8 +126,6 @@ class Split:
         returned: The leaves of the model's output; those that are no constants the tail makes, in this order.
         spec: How the leaves make up the model's output.
         microbatches: Whether the batch may be split at all.
-        whole: Names of the operators that run on the whole batch.
-        notes: What a person should know.
     """
 
     segments: tuple[Segment, ...]
@@ -130,17 +135,11 @@ class Split:
     returned: tuple[Returned, ...]
     spec: pytree.TreeSpec
     microbatches: bool
-    whole: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
     @property
     def stages(self) -> int:
         """How many stages there are."""
         return len(self.segments) - 1
-
-    def rank_of(self, segment: int) -> int:
-        """Return the stage whose rank runs a segment."""
-        return min(segment, self.stages - 1)
 
 
 def split(program: ExportedProgram, stage_of: Mapping[str, int], stages: int) -> Split:
@@ -164,7 +163,6 @@ def split(program: ExportedProgram, stage_of: Mapping[str, int], stages: int) ->
 class _Facts:
     """What is known of one node."""
 
-    position: int
     symbolic: bool = False  # its value is a number that depends on the number of samples alone
     free: bool = False
     batchless: bool = False  # no sample has a part in it
@@ -178,13 +176,13 @@ class _Cut:
     ) -> None:
         self.program, self.stages, self.microbatches = program, stages, microbatches
         self.graph = program.graph_module.graph
-        self.nodes = [node for node in self.graph.nodes if not _checks(node)]
+        self.nodes = [node for node in self.graph.nodes if not is_check(node)]
         self.state: dict[fx.Node, str] = {}
-        self.parameters: dict[str, bool] = {}
+        self.parameters: set[str] = set()
         self.leaves: dict[fx.Node, int] = {}
         self._read_signature()
         self.facts: dict[fx.Node, _Facts] = {}
-        self.together = _Together(self.nodes)
+        self.together = Together(self.nodes)
         self._learn()
         self._learn_reach()
         self.of: dict[fx.Node, int] = {}
@@ -201,7 +199,7 @@ class _Cut:
             else:
                 self.state[node] = str(spec.target)
                 if spec.kind == InputKind.PARAMETER:
-                    self.parameters[str(spec.target)] = True
+                    self.parameters.add(str(spec.target))
         self.output = next(node for node in self.nodes if node.op == "output")
         kinds = [spec.kind for spec in self.program.graph_signature.output_specs]
         if any(kind != OutputKind.USER_OUTPUT for kind in kinds):
@@ -212,8 +210,8 @@ class _Cut:
         """Find out what each node depends on."""
         symbols: set[Any] = set()
         written = self.together.writers
-        for position, node in enumerate(self.nodes):
-            facts = self.facts[node] = _Facts(position)
+        for node in self.nodes:
+            facts = self.facts[node] = _Facts()
             value = node.meta.get("val")
             before = [self.facts[each] for each in node.all_input_nodes]
             facts.parameters = frozenset().union(*(each.parameters for each in before))
@@ -230,15 +228,11 @@ class _Cut:
                 facts.symbolic = True
                 symbols |= set(value.node.expr.free_symbols)
             facts.batchless = all(each.batchless for each in before) and not facts.symbolic
-            facts.free = all(each.free for each in before) and not _random(node) and node.op != "output"
-            if _stops(node):
+            facts.free = all(each.free for each in before) and not is_random(node) and node.op != "output"
+            if stops_gradients(node):
                 facts.parameters = frozenset()
-        for node in self.nodes:  # what writes or is written must be computed together
-            facts = self.facts[node]
-            if facts.free and not all(self.facts[each].free for each in self.together.group(node)):
-                facts.free = False
         changed = True
-        while changed:
+        while changed:  # what writes or is written must be computed together
             changed = False
             for node in self.nodes:
                 facts = self.facts[node]
@@ -248,7 +242,6 @@ class _Cut:
                     facts.free, changed = False, True
         if len(symbols) > 1:
             raise CannotSplit(f"sizes depend on more than the number of samples ({', '.join(map(str, symbols))})")
-        self.symbol = next(iter(symbols), None)
 
     def _learn_reach(self) -> None:
         for index, each in enumerate(self.returned):
@@ -257,7 +250,7 @@ class _Cut:
         for node in reversed(self.nodes):
             facts = self.facts[node]
             for user in node.users:
-                if user in self.facts and user.op != "output" and not _stops(user):
+                if user in self.facts and user.op != "output" and not stops_gradients(user):
                     facts.reaches |= self.facts[user].reaches
             for other in self.together.group(node):
                 facts.reaches |= self.facts[other].reaches
@@ -310,11 +303,11 @@ class _Cut:
         return any(place.get(each) == self.stages for each in (*node.all_input_nodes, *self.together.group(node)))
 
     def _mixes(self, node: fx.Node) -> bool:
-        if node.op != "call_function" or self.facts[node].symbolic or _is_batch_norm(node):
+        if node.op != "call_function" or self.facts[node].symbolic or is_batch_norm(node):
             return False
         if any(isinstance(each, fx.GraphModule) for each in self._blocks(node)):
             return any(
-                mixes_batch(inner) and not _is_batch_norm(inner)
+                mixes_batch(inner) and not is_batch_norm(inner)
                 for block in self._blocks(node)
                 for inner in block.graph.nodes
                 if inner.op == "call_function"
@@ -349,12 +342,12 @@ class _Cut:
     def _only_picks(self, node: fx.Node) -> bool:
         for user in node.users:
             name = user.target.overloadpacket.__name__ if isinstance(user.target, torch._ops.OpOverload) else ""
-            if not (name.strip("_") in _PICKS or (_views(user) and self._only_picks(user))):
+            if not (name.strip("_") in _PICKS or (is_view(user) and self._only_picks(user))):
                 return False
         return True
 
     def tail_is_heavy(self) -> bool:
-        """Whether the whole batch would have to run through parameters of earlier stages, or through most of them."""
+        """Whether the whole batch would have to run through parameters of earlier stages."""
         tail = [node for node, place in self.of.items() if place == self.stages]
         read = {self.state[each] for node in tail for each in node.all_input_nodes if each in self.state}
         late = {
@@ -382,17 +375,14 @@ class _Cut:
             if root in self.state:
                 stages = {min(self.of[node], self.stages - 1) for node in nodes if node in self.of}
                 writers.setdefault(self.state[root], set()).update(stages)
-        spec = self.program.call_spec.out_spec
-        whole = [node.name for node, place in self.of.items() if place == self.stages]
         return Split(
             tuple(segments),
             crossings,
             {name: tuple(sorted(each)) for name, each in holders.items() if name in self.parameters},
             {name: tuple(sorted(each)) for name, each in writers.items()},
             tuple(map(self._returned, self.returned)),
-            spec,
+            self.program.call_spec.out_spec,
             self.microbatches,
-            tuple(whole),
         )
 
     def _returned(self, each: Any) -> Returned:
@@ -467,7 +457,7 @@ class _Builder:
         graph = _with_placeholders_first(self._graph, order, outputs)
         changed, prologue = self._prologue(once)
         return Segment(
-            _compiled(cut.program.graph_module, graph),
+            fx.GraphModule(cut.program.graph_module, graph),
             tuple(self._inputs["parameters"]),
             tuple(self._inputs["inputs"]),
             tuple(self._inputs["batch"]),
@@ -495,14 +485,13 @@ class _Builder:
         return needed
 
     def _changed_once(self, mine: Sequence[fx.Node]) -> list[fx.Node]:
-        """Return the nodes that change buffers by themselves, in which no sample has a part, and what they need."""
+        """Return the nodes that change buffers by themselves, in which no sample has a part."""
         cut = self._cut
-        chosen: set[fx.Node] = set()
-        for node in mine:
-            written = [each for each in _written_by(node) if cut.facts[each].batchless]
-            if written and cut.facts[node].batchless:
-                chosen.add(node)
-        return [node for node in mine if node in chosen]
+        return [
+            node
+            for node in mine
+            if cut.facts[node].batchless and any(cut.facts[each].batchless for each in written_by(node))
+        ]
 
     def _prologue(self, once: Sequence[fx.Node]) -> tuple[tuple[str, ...], Callable[..., Any] | None]:
         if not once:
@@ -515,14 +504,14 @@ class _Builder:
         if builder._inputs["inputs"] or builder._inputs["batch"] or builder._inputs["sizes"]:
             raise CannotSplit(f"{once[0].name} changes a buffer by what another stage makes")
         graph = _with_placeholders_first(builder._graph, list(builder._inputs["parameters"].values()), [])
-        return tuple(builder._inputs["parameters"]), _compiled(self._cut.program.graph_module, graph)
+        return tuple(builder._inputs["parameters"]), fx.GraphModule(self._cut.program.graph_module, graph)
 
     def _make(self, node: fx.Node) -> None:
         cut = self._cut
         if node.op == "placeholder" or cut.facts[node].symbolic or node.op == "output":
             return  # made when somebody reads it
         copy = self._made[node] = self._graph.node_copy(node, self._of)
-        if _random(node) and callable(node.target):
+        if is_random(node) and callable(node.target):
             copy.target = seeded(node.target, node.name)
 
     def _of(self, node: fx.Node) -> Any:
@@ -538,7 +527,7 @@ class _Builder:
             return self._input("sizes", node.meta["val"].node.expr, f"number_{len(self._inputs['sizes'])}_of_samples")
         if cut.of.get(node, self._number) != self._number:
             return self._input("inputs", node.name, node.name)
-        base = next((each for each in _written_by(node) if each in cut.state), None)
+        base = next((each for each in written_by(node) if each in cut.state), None)
         if base is not None:  # a buffer that was changed before the first microbatch
             return self._of(base)
         raise CannotSplit(f"{node.name} is read before it is made")
@@ -550,137 +539,8 @@ class _Builder:
         return known[key]
 
 
-class _Together:
-    """Which nodes share memory that one of them writes: they cannot be told apart by where they run."""
-
-    def __init__(self, nodes: Sequence[fx.Node]) -> None:
-        base: dict[fx.Node, fx.Node] = {}
-        for node in nodes:
-            source = next(iter(_shares(node)), None)
-            base[node] = base.get(source, source) if source is not None else node
-        place = {node: position for position, node in enumerate(nodes)}
-        self.writers: dict[fx.Node, list[fx.Node]] = {}  # by what lies in the memory first: a buffer, or a result
-        for node in nodes:
-            for written in _written_by(node):
-                self.writers.setdefault(base[written], []).append(node)
-        self._group: dict[fx.Node, list[fx.Node]] = {}
-        for root, writers in self.writers.items():
-            # A buffer's place among the inputs is nowhere; what reads and writes it runs where it is assigned.
-            sharing = [node for node in nodes if base[node] is root and node.op != "placeholder"]
-            last = max(place[node] for node in writers)
-            early = [user for node in sharing for user in node.users if place.get(user, last) < last]
-            everyone = list(dict.fromkeys([*sharing, *writers, *early]))
-            for node in everyone:
-                self._group.setdefault(node, []).extend(each for each in everyone if each is not node)
-            if root.op == "placeholder":
-                self._group.setdefault(root, []).extend(everyone)
-
-    def group(self, node: fx.Node) -> Sequence[fx.Node]:
-        return self._group.get(node, ())
-
-
-_NUMBERS = ("Tensor", "Optional[Tensor]", "number", "Scalar", "float", "Optional[number]", "Optional[float]")
-_CHECKS = ("_assert_scalar", "_assert_async", "_assert_tensor_metadata", "sym_constrain_range")
-_DETACHES = ("detach", "argmax", "argmin", "argsort", "zeros_like", "ones_like", "wrap_with_set_grad_enabled")
-
-
 def _shape(value: torch.Tensor) -> tuple[Any, ...]:
     return tuple(each.node.expr if isinstance(each, torch.SymInt) else int(each) for each in value.shape)
-
-
-def _name(node: fx.Node) -> str:
-    if isinstance(node.target, torch._ops.OpOverload):
-        return str(node.target.overloadpacket.__name__)
-    return str(getattr(node.target, "__name__", ""))
-
-
-def _checks(node: fx.Node) -> bool:
-    return node.op == "call_function" and any(_name(node).startswith(each) for each in _CHECKS)
-
-
-def _is_batch_norm(node: fx.Node) -> bool:
-    return "batch_norm" in _name(node)
-
-
-def _stops(node: fx.Node) -> bool:
-    """Whether no gradient passes a node."""
-    if node.op != "call_function":
-        return False
-    name = _name(node)
-    if name == "wrap_with_set_grad_enabled":
-        return node.args[0] is False
-    value = node.meta.get("val")
-    if isinstance(value, torch.Tensor) and not (value.dtype.is_floating_point or value.dtype.is_complex):
-        return True
-    return name in _DETACHES
-
-
-def _random(node: fx.Node) -> bool:
-    if isinstance(node.target, torch._ops.OpOverload):
-        return torch.Tag.nondeterministic_seeded in node.target.tags or _name(node).endswith("dropout")
-    return node.op == "call_function" and _name(node).startswith("wrap_")
-
-
-def _written_by(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes whose memory a node writes."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return []
-    written = []
-    for position, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-            written += [
-                each for each in (given if isinstance(given, list | tuple) else [given]) if isinstance(each, fx.Node)
-            ]
-    # torch does not say that batch norm in training changes its statistics.
-    if _is_batch_norm(node):
-        written += [each for each in node.args[3:5] if isinstance(each, fx.Node) and node.args[5] is True]
-    return written
-
-
-def _views(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and bool(_aliased(node)) and not _written_by(node)
-
-
-def _aliased(node: fx.Node) -> list[fx.Node]:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return []
-    found = []
-    for position, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is not None and position < len(node.args):
-            given = node.args[position]
-            found += [
-                each for each in (given if isinstance(given, list | tuple) else [given]) if isinstance(each, fx.Node)
-            ]
-    name = _name(node)
-    if not found and name in _MAY_VIEW and node.args and isinstance(node.args[0], fx.Node):
-        found.append(node.args[0])
-    return found
-
-
-_MAY_VIEW = (
-    "reshape",
-    "contiguous",
-    "flatten",
-    "to",
-    "type_as",
-    "getitem",
-    "unflatten",
-    "expand_as",
-    "movedim",
-    "swapaxes",
-)
-
-
-def _shares(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes whose memory a node's result lies in, or may lie in."""
-    if node.op != "call_function":
-        return []
-    if _is_batch_norm(node):
-        return []
-    if getattr(node.target, "__name__", "") == "getitem" and isinstance(node.args[0], fx.Node):
-        return [node.args[0]]
-    return _aliased(node)
 
 
 def _with_placeholders_first(graph: fx.Graph, order: Sequence[fx.Node], outputs: Sequence[Any]) -> fx.Graph:
@@ -690,7 +550,3 @@ def _with_placeholders_first(graph: fx.Graph, order: Sequence[fx.Node], outputs:
         copies[node] = ordered.node_copy(node, lambda each: copies[each])
     ordered.output(tuple(copies[each] if isinstance(each, fx.Node) else each for each in outputs))
     return ordered
-
-
-def _compiled(owner: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    return fx.GraphModule(owner, graph)

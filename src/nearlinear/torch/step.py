@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from nearlinear.core.schedule import Kind, one_f_one_b
 from nearlinear.errors import InputError
@@ -44,7 +43,7 @@ def _interleaved(
     # As many in every pipeline, though its share may be a sample larger: each is a backward pass, which are counted.
     least = call.samples if batch is None or parts_of_it == 1 else min(call.samples, batch.samples // parts_of_it)
     count = max(1, min(pipeline.microbatches, least // 2))
-    pieces = [_piece(call, begin, end) for begin, end in parts(call.samples, count)]
+    pieces = [call.rows(begin, end) for begin, end in parts(call.samples, count)]
     weights = _weights(pieces, call)
     stage = pipeline.session.rank - pipeline.ranks[0]
     losses: dict[int, torch.Tensor] = {}
@@ -55,8 +54,8 @@ def _interleaved(
         for action in one_f_one_b(len(pipeline.ranks), count).stages[stage]:
             number = action.microbatch
             if action.kind is Kind.FORWARD:
-                piece, _ = pieces[number]
-                losses[number] = _checked(fn(*piece[0], **piece[1])) * weights[number]
+                piece = pieces[number]
+                losses[number] = _checked(fn(*piece.args, **piece.kwargs)) * weights[number]
             else:
                 loss = losses.pop(number)
                 torch.autograd.backward(loss)
@@ -64,25 +63,17 @@ def _interleaved(
     return total  # type: ignore[no-any-return]
 
 
-def _piece(call: Call, begin: int, end: int) -> tuple[Any, int]:
-    def cut(leaf: Any) -> Any:
-        dim = call.along(leaf)
-        return leaf if dim is None else leaf.narrow(dim, begin, end - begin)
-
-    return pytree.tree_map(cut, (call.args, dict(call.kwargs))), end - begin
-
-
-def _weights(pieces: list[tuple[Any, int]], call: Call) -> list[float]:
+def _weights(pieces: Sequence[Call], call: Call) -> list[float]:
     """Return what each microbatch's loss counts for in the batch's: by samples, or as ``distribute`` was told."""
     session = current()
     assert session is not None
     if session.summed:
         return [1.0] * len(pieces)
     if session.weight is None:
-        return [samples / call.samples for _, samples in pieces]
+        return [piece.samples / call.samples for piece in pieces]
     found = []
-    for (args, kwargs), _ in pieces:
-        given = (*args, *kwargs.values())
+    for piece in pieces:
+        given = (*piece.args, *piece.kwargs.values())
         found.append(float(session.weight(given[0] if len(given) == 1 else given)))
     whole = sum(found)
     return [each / whole if whole else math.nan for each in found]

@@ -69,6 +69,16 @@ class Call:
         args, kwargs = pytree.tree_map(resized, (self.args, dict(self.kwargs)))
         return Call(args, kwargs, samples, self.dim)
 
+    def rows(self, begin: int, end: int) -> Call:
+        """Return a call with the samples from ``begin`` to before ``end``; differentiable."""
+
+        def cut(leaf: Any) -> Any:
+            dim = self.along(leaf)
+            return leaf if dim is None else leaf.narrow(dim, begin, end - begin)
+
+        args, kwargs = pytree.tree_map(cut, (self.args, dict(self.kwargs)))
+        return Call(args, kwargs, end - begin, self.dim)
+
     def on(self, device: torch.device) -> Call:
         """Return the call with its tensors on ``device``."""
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf.to(device), (self.args, dict(self.kwargs)))

@@ -13,9 +13,9 @@ from dataclasses import asdict
 
 from nearlinear.measure.islands import islands_of
 from nearlinear.measure.links import measure_links
-from nearlinear.measure.meeting import Meeting, Star
 from nearlinear.runtime.environment import world_from
 from nearlinear.runtime.interface import address_to
+from nearlinear.runtime.meeting import Meeting, Star
 
 world = world_from()
 meeting: Meeting

@@ -28,17 +28,17 @@ from nearlinear.cli.probe_tables import meaning, show
 from nearlinear.core.cluster import Cluster, Crowd, Exchange, Link
 from nearlinear.errors import InputError, NearlinearError, PeerLostError
 from nearlinear.launch.environment import free_port
-from nearlinear.measure import cache, rounds
+from nearlinear.measure import cache, crowds, rounds
 from nearlinear.measure.crowds import measure_crowds, wanted_and_there, within_cores
 from nearlinear.measure.hardware import Hardware, Others, Place, here, place
 from nearlinear.measure.islands import islands_of
 from nearlinear.measure.link import fit_alpha_beta
-from nearlinear.measure.meeting import Star
 from nearlinear.measure.messages import Both, Direction
 from nearlinear.measure.probe import Measured, probe
 from nearlinear.measure.speed import NumpyComputer, Speed, measure_speed
 from nearlinear.measure.wire import Listener, SocketWire, connect, new_token
 from nearlinear.runtime.environment import World
+from nearlinear.runtime.meeting import Star
 from nearlinear.testing.links import Network, can_emulate
 from nearlinear.testing.processes import run_processes
 from nearlinear.units import parse_bandwidth, parse_seconds
@@ -353,6 +353,14 @@ def test_a_busy_program_is_noticed() -> None:
     assert own.share() < 1.0
 
 
+@pytest.fixture
+def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let devices that do not disturb each other be watched for a third as long."""
+    monkeypatch.setattr(crowds, "WINDOW_S", 0.1)
+    monkeypatch.setattr(crowds, "AROUND_S", 0.03)
+
+
+@pytest.mark.usefixtures("short_windows")
 def test_a_probe_gives_all_ranks_the_same_cluster() -> None:
     hardware = Hardware("vm", "a processor", 2, 8e9)
 
@@ -402,6 +410,7 @@ def test_containers_of_one_machine_are_known_to_share_its_cores() -> None:
         assert one == other
 
 
+@pytest.mark.usefixtures("short_windows")
 def test_windows_at_once_are_held_against_windows_alone() -> None:
     alone = Speed({"float32": 1e10}, 4e9, {"float32": 512})
 
@@ -630,18 +639,20 @@ def test_options_that_cannot_be_are_refused(
 
 
 def test_two_processes_are_measured_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    probed: tuple[subprocess.CompletedProcess[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    done, folder = probed
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    shown, err = run(["-n", "2", "--json"], capsys)
-    found = Measured.from_json(shown)
+    found = Measured.from_json(done.stdout)
     cluster = found.cluster()
     assert [island.devices for island in cluster.islands] == [(0, 1)]
     for kind in ("all_reduce", "broadcast"):
         exchange = cluster.exchange(kind, 2)
         assert exchange is not None and exchange.time(4) < exchange.time(64e6) < 60
-    assert "measuring link 0 - 1 (1 of 1)" in err
+    assert "measuring link 0 - 1 (1 of 1)" in done.stderr
     # What the launcher says of the ranks beforehand is what they say of themselves: else it is measured every time.
     assert cache.find(found.hardware) is not None
     assert re.search(r"measured \d+ min ago", run(["-n", "2", "--json"], capsys)[1])

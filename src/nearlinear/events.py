@@ -2,7 +2,8 @@
 
 kind          published when                          fields
 ----------    ------------------------------------    -----------------------------------------------
-distributed   ``distribute`` has returned             rank, world_size, model, optimizer, notes, compress
+distributed   ``distribute`` has returned             rank, world_size, front_end, model, optimizer, notes,
+                                                      compress
 backward      a backward pass of the model begins     model (index of the distribute call)
 gradients     ``p.grad`` has become the global one    model, gradients: callable -> [(name, tensor)]
 step          an optimizer step is over               model, step, seconds, waited, samples,

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -26,10 +26,11 @@ from nearlinear.core.catalogue import DEVICES, load_cluster
 from nearlinear.core.cluster import Cluster
 from nearlinear.core.forecast import Forecast, Point
 from nearlinear.core.graph import Graph
-from nearlinear.core.plan import STRATEGIES
+from nearlinear.core.plan import EXACT
 from nearlinear.errors import InputError, NearlinearError
 from nearlinear.launch.local import run_local
 from nearlinear.measure import cache
+from nearlinear.measure.study import Study
 from nearlinear.observe.kept import keep_plan
 from nearlinear.observe.page import Bar, Content, Figure, Split, Stage, Timeline, page
 from nearlinear.planning.batch import NoiseScale, noise_scale
@@ -40,9 +41,6 @@ from nearlinear.planning.timeline import timeline
 from nearlinear.planning.ways import Way, Work
 from nearlinear.runtime.environment import usable_cores
 from nearlinear.units import parse_seconds, seconds, size
-
-if TYPE_CHECKING:
-    from nearlinear.torch.study import Study
 
 ROOFLINE_SPREAD = 0.3
 """Spread of times that were not measured but follow from data sheets and a share of them; ours, at one sigma."""
@@ -173,8 +171,6 @@ def _cluster(text: str | None, say: Callable[[str], None]) -> tuple[Cluster, Clu
 
 def _study(script: Sequence[str], here: Cluster | None, timeout_s: float, say: Callable[[str], None]) -> Study:
     """Run the script's first steps in a process of their own, on as many cores as a device of this machine has."""
-    from nearlinear.torch.study import Study
-
     threads = str(max(1, usable_cores() // (len(here.devices) if here is not None else 1)))
     name = Path(script[0]).name
     with tempfile.TemporaryDirectory(prefix="nearlinear-plan-") as folder:
@@ -229,9 +225,7 @@ def _planned(
         work = dataclasses.replace(
             work, graph=graph, reference=device, launch=started * LAUNCH_S, spread=ROOFLINE_SPREAD
         )
-    # Here a run comes next, so what can run is forecast; of other machines, what they could do.
-    known = STRATEGIES if cluster is here else ("data", "sharded", "pipeline")
-    strategies = (*known, *(("local",) if options.local else ()))
+    strategies = (*EXACT, *(("local",) if options.local else ()))
     planner = Planner(work, cluster, strategies, options.optimize)
     noise = _noise(study)
     expected = forecast(planner, noise=None if isinstance(noise, str) else noise, share=options.share)
@@ -278,8 +272,8 @@ def _show(found: _Found, console: Console) -> None:
     console.print(_curve(expected, loss=found.work.grows and isinstance(found.noise, NoiseScale)))
     console.print(f"[bold]stop at {expected.stop}[/]: {expected.reason}")
     strategy = choice.winner.way.strategy
-    if choice.winner.way.devices > 1 and strategy not in STRATEGIES:
-        console.print(f"[dim]this version trains {', '.join(STRATEGIES)}; {strategy} is a forecast[/]")
+    if choice.winner.way.devices > 1 and strategy == "local":
+        console.print("[dim]ask for it: nearlinear run --listen ADDRESS:PORT, and on the others what it prints[/]")
     elif choice.winner.way.devices > 1 and strategy != "data":
         console.print(f"[dim]ask for it: --strategy {strategy} (auto means data)[/]")
     if isinstance(found.noise, NoiseScale):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -12,12 +11,11 @@ from nearlinear import events
 from nearlinear.errors import NearlinearError
 from nearlinear.measure import cache
 from nearlinear.measure.hardware import Hardware, here
-from nearlinear.measure.meeting import Star
 from nearlinear.measure.probe import Measured, probe
 from nearlinear.measure.speed import NumpyComputer
-from nearlinear.runtime.environment import World, world_from
+from nearlinear.runtime.environment import World, deadline_s, world_from
 from nearlinear.runtime.interface import address_to
-from nearlinear.units import parse_seconds
+from nearlinear.runtime.meeting import Star
 
 
 def measure_as_rank(world: World, *, fresh: bool, say: Callable[[str], None]) -> tuple[Measured, bool]:
@@ -31,11 +29,10 @@ def measure_as_rank(world: World, *, fresh: bool, say: Callable[[str], None]) ->
     Raises:
         PeerLostError: A rank died, or did not answer within ``NEARLINEAR_DEADLINE``.
     """
-    deadline_s = parse_seconds(os.environ.get("NEARLINEAR_DEADLINE", "300 s"))
     if world.rank != 0:
         say = _nothing
     measure = _by_torch if find_spec("torch") is not None else _by_sockets
-    return measure(world, deadline_s, fresh, say)
+    return measure(world, deadline_s(), fresh, say)
 
 
 def _by_torch(world: World, deadline_s: float, fresh: bool, say: Callable[[str], None]) -> tuple[Measured, bool]:

@@ -14,8 +14,8 @@ from statistics import mean
 
 from nearlinear.core.cluster import Crowd
 from nearlinear.measure.hardware import Place
-from nearlinear.measure.meeting import Meeting
 from nearlinear.measure.speed import Computer, Speed, copy_bytes, count_while
+from nearlinear.runtime.meeting import Meeting
 
 DTYPE = "float32"
 TURNS = 2

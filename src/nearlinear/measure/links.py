@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from nearlinear.measure import rounds
 from nearlinear.measure.islands import Pair, islands_of
-from nearlinear.measure.meeting import Meeting
 from nearlinear.measure.messages import STREAMS, Both, time_many, time_pair
 from nearlinear.measure.wire import Listener, SocketWire, Wire, connect, new_token
+from nearlinear.runtime.meeting import Meeting
 
 
 def measure_links(

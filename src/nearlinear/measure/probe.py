@@ -29,10 +29,10 @@ from nearlinear.measure.crowds import doublings, measure_crowds
 from nearlinear.measure.hardware import Hardware, Others, Place, place
 from nearlinear.measure.islands import Pair, islands_of
 from nearlinear.measure.links import measure_links
-from nearlinear.measure.meeting import Meeting
 from nearlinear.measure.messages import Both
 from nearlinear.measure.speed import Computer, Speed, measure_speed
 from nearlinear.measure.wire import Wire
+from nearlinear.runtime.meeting import Meeting
 
 
 class Collectives(Protocol):

@@ -15,11 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 from nearlinear.errors import InputError, PeerLostError
+from nearlinear.runtime.meeting import LONGEST_TOLD, read_exactly
 from nearlinear.units import seconds
 
 _Value = TypeVar("_Value")
 PIECE = 1 << 20  # bytes handed to the kernel at once: a message is sent from one buffer again and again
-LONGEST_TOLD = 1 << 24
 HELLO_S = 10.0
 
 
@@ -138,22 +138,6 @@ class SocketWire:
 
 def _part(size: int, place: int, parts: int) -> int:
     return size // parts + (1 if place < size % parts else 0)
-
-
-def read_exactly(source: socket.socket, size: int) -> bytes:
-    """Return the next ``size`` bytes.
-
-    Raises:
-        ConnectionResetError: The other side hung up before.
-        TimeoutError: The socket's time-out passed.
-    """
-    got = bytearray()
-    while len(got) < size:
-        data = source.recv(size - len(got))
-        if not data:
-            raise ConnectionResetError("it hung up")
-        got += data
-    return bytes(got)
 
 
 class Listener:

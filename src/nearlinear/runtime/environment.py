@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from nearlinear.core.plan import STRATEGIES, Plan
 from nearlinear.errors import InputError
+from nearlinear.units import parse_seconds
+
+
+def deadline_s() -> float:
+    """Return how long a wait for a living peer may take, in seconds (``NEARLINEAR_DEADLINE``)."""
+    return parse_seconds(os.environ.get("NEARLINEAR_DEADLINE", "300 s"))
+
+
+def silence_s() -> float:
+    """Return after how long a silent peer is given up, in seconds (``NEARLINEAR_SILENCE``)."""
+    return parse_seconds(os.environ.get("NEARLINEAR_SILENCE", "5 s"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,3 +110,30 @@ def world_from(env: Mapping[str, str] = os.environ) -> World:
             "or start with `nearlinear run -n N script.py`"
         )
     return World(rank, size, local_rank, local_size, address, port)
+
+
+def plan_asked_for(strategy: str | Plan) -> Plan:
+    """Return what a script's ``strategy=`` and the command line ask for together; the command line wins.
+
+    Raises:
+        InputError: There is no such strategy, or it has not what is asked of it.
+    """
+    asked = os.environ.get("NEARLINEAR_STRATEGY")
+    counts: dict[str, Any] = {name: value for name in ("stages", "microbatches") if (value := _count(name)) is not None}
+    if isinstance(strategy, Plan) and (asked is None or asked == strategy.strategy):
+        return dataclasses.replace(strategy, **counts)
+    name = asked or strategy
+    if name != "auto" and name not in STRATEGIES:
+        raise InputError(f"unknown strategy {name!r}; choose one of: auto, {', '.join(STRATEGIES)}, or a Plan")
+    if name == "auto":
+        name = "pipeline" if counts else "data"
+    return Plan(str(name), **counts)
+
+
+def _count(name: str) -> int | None:
+    text = os.environ.get(f"NEARLINEAR_{name.upper()}")
+    if text is None:
+        return None
+    if not text.isdigit():
+        raise InputError(f"NEARLINEAR_{name.upper()} is {text!r}; give a number from 1 on")
+    return int(text)

@@ -25,7 +25,7 @@ def find_reasons(one: Record, many: Record, parting: Parting, tolerance: float) 
         return (
             Reason(
                 "the script starts from other weights in each run",
-                "seed before the model is built (torch.manual_seed(0), not from the clock), or load one checkpoint",
+                f"seed before the model is built ({_remedy(one, 'seed')}, not from the clock), or load one checkpoint",
             ),
         )
     certain = _from_sizes(one, many, parting) or _from_options(one, many, parting) or _from_sum(one, many, parting)
@@ -56,10 +56,27 @@ def find_reasons(one: Record, many: Record, parting: Parting, tolerance: float) 
     return tuple(reasons)
 
 
+# What helps, in the words of the framework that the script is written for.
+_REMEDIES = {
+    "torch": {
+        "seed": "torch.manual_seed(0)",
+        "batchnorm": "nn.SyncBatchNorm.convert_sync_batchnorm(model) before nl.distribute",
+    },
+    "tensorflow": {
+        "seed": "keras.utils.set_random_seed(0)",
+        "batchnorm": "BatchNormalization(synchronized=True)",
+    },
+}
+
+
+def _remedy(record: Record, of: str) -> str:
+    return _REMEDIES[record.front_end][of]
+
+
 _LOCAL_STEP = Reason(
     "the gradients agree, so the step itself depends on the rank or on N: clipping by a norm that the script takes "
     "otherwise, or a learning rate or condition taken from a local loss",
-    "decide by what all ranks share: torch.nn.utils.clip_grad_norm_, nl.mean(loss)",
+    "decide by what all ranks share: the framework's own clipping, nl.mean(loss)",
 )
 _LOCAL_GRADIENT = Reason(
     "the losses agree and their gradients do not: something in the backward pass depends on the share (a tensor hook, "
@@ -130,7 +147,7 @@ def _from_layers(one: Record, many: Record, parting: Parting) -> list[Reason]:
         reasons.append(
             Reason(
                 f"BatchNorm ({_some(one.batchnorm)}) normalises over each rank's share of the batch",
-                "nn.SyncBatchNorm.convert_sync_batchnorm(model) before nl.distribute",
+                _remedy(one, "batchnorm"),
             )
         )
     if one.dropout:

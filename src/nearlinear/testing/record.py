@@ -17,10 +17,11 @@ import contextlib
 import json
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,9 +30,7 @@ from nearlinear import events
 from nearlinear.errors import InputError, NearlinearError
 from nearlinear.runtime.environment import world_from
 from nearlinear.testing.faults import Fault, run_script
-
-if TYPE_CHECKING:
-    import torch
+from nearlinear.testing.imports import after_import
 
 Arrays = Mapping[str, NDArray[Any]]
 SEED = 0  # of a script that sets none: its runs are to begin alike
@@ -75,6 +74,7 @@ class Record:
         dropout: Layers that dropped at random.
         notices: What the session said.
         distributed: Whether the script called ``distribute``.
+        front_end: ``"torch"`` or ``"tensorflow"``.
     """
 
     steps: tuple[Step, ...]
@@ -87,6 +87,7 @@ class Record:
     dropout: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
     distributed: bool = True
+    front_end: str = "torch"
 
     @classmethod
     def read(cls, folder: str | Path) -> Record:
@@ -113,7 +114,9 @@ class Record:
         )
         start = _Stored(folder / "start.npz", "parameter", plain) if zero["distributed"] else {}
         texts: dict[str, Any] = {name: tuple(zero[name]) for name in ("batchnorm", "dropout", "notices")}
-        kinds: dict[str, Any] = {name: zero[name] for name in ("dtype", "weight", "compress", "distributed")}
+        kinds: dict[str, Any] = {
+            name: zero[name] for name in ("dtype", "weight", "compress", "distributed", "front_end")
+        }
         return cls(steps, len(ranks), start, **kinds, **texts)
 
 
@@ -185,10 +188,9 @@ class Recorder:
             raise InputError(f"{steps} steps; at least 1 can be recorded")
         self._folder, self._limit = Path(folder), steps
         self._steps: list[dict[str, Any]] = []
-        self._models: list[torch.nn.Module] = []
+        self._models: list[Any] = []
         self._numbers: dict[int, int] = {}  # of a distribute call -> in this record
         self._losses: list[tuple[float, float]] = []
-        self._scale: float | None = None  # of the backward pass in hand, if it reached a distributed model
         self._gradients: dict[str, NDArray[Any]] = {}
         self._options: dict[str, Any] = {}
         self._streams: dict[str, int] = {}
@@ -199,104 +201,80 @@ class Recorder:
         self._layers: dict[str, dict[str, None]] = {"batchnorm": {}, "dropout": {}}
         self._notices: list[str] = []
         self._weight = "samples"
+        self._over = False
+        self._front_end = "torch"  # that the script's models are of
+        self._front: Any = None  # and what it has for recorders
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> Recorder:
-        import torch
-        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-
         self._folder.mkdir(parents=True, exist_ok=True)
         listeners: dict[str, Callable[[dict[str, Any]], None]] = {
             "distributed": self._on_distributed,
-            "backward": self._on_backward,
             "gradients": self._on_gradients,
             "step": self._on_step,
             "notice": lambda event: self._notices.append(event["message"]),
         }
         for kind, listener in listeners.items():
             self._undo.callback(events.subscribe(kind, listener))
-        self._undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-        self._undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
-        self._replace(torch.Tensor, "backward", self._noting_loss)
-        self._replace(torch.autocast, "__enter__", self._noting_type)
+        for module, front_end in FRONT_ENDS.items():
+            after_import(module, lambda front_end=front_end: _recording(front_end).watch(self, self._undo))  # type: ignore[misc]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool:
         self._undo.close()
         self._write()
-        return isinstance(error, _Enough)
-
-    def _replace(self, owner: Any, name: str, wrapping: Callable[[Any], Any]) -> None:
-        original = getattr(owner, name)
-        self._undo.callback(setattr, owner, name, original)
-        setattr(owner, name, wrapping(original))
+        # Within a graph of TensorFlow's, what is raised comes out as an error of its own.
+        return isinstance(error, _Enough) or (self._over and error is not None)
 
     # ---- what is noted
 
+    def note_loss(self, value: float, scale: float) -> None:
+        """Take the loss of a backward pass, and the factor of this rank's gradients."""
+        self._losses.append((value, scale))
+
+    def note_options(self, options: dict[str, Any]) -> None:
+        """Take the numbers of the optimizer that is about to step."""
+        self._options = options
+
+    def note_type(self, name: str) -> None:
+        """Take the name of a type that is computed in."""
+        self._autocast.add(name)
+
+    def count_step(self) -> None:
+        """Count a step of any optimizer."""
+        self._unseen += 1
+        if not self._steps and self._unseen >= self._limit:
+            self._stop()
+
+    def _stop(self) -> None:
+        self._over = True
+        raise _Enough
+
     def _on_distributed(self, event: dict[str, Any]) -> None:
+        self._front_end, self._front = event["front_end"], _recording(event["front_end"])
         self._models.append(event["model"])
         self._compress = self._compress or event["compress"]
-        self._streams = _streams()
+        self._streams = self._fingerprints()
         arrays = {
             f"parameter/{number}/{name}": array
             for number, model in enumerate(self._models)
-            for name, array in _arrays(model.named_parameters())
+            for name, array in self._front.arrays(self._front.parameters(model))
         }
-        if _session().rank == 0:
+        if world_from().rank == 0:
             _save(self._folder / "start.npz", arrays)
-
-    def _on_backward(self, event: dict[str, Any]) -> None:
-        # The reducer has just asked for it too, so that asking again changes nothing and exchanges nothing.
-        self._scale = _session().gradient_scale()
-
-    def _noting_loss(self, backward: Callable[..., Any]) -> Callable[..., Any]:
-        def noting(loss: torch.Tensor, *args: Any, **options: Any) -> Any:
-            self._scale = None
-            result = backward(loss, *args, **options)
-            if self._scale is not None and loss.numel() == 1:
-                self._losses.append((float(loss.detach()), self._scale))
-            self._scale = None  # a tensor subclass calls this twice
-            return result
-
-        return noting
-
-    def _noting_type(self, enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def noting(autocast: Any) -> Any:
-            if autocast._enabled:
-                self._autocast.add(_name(autocast.fast_dtype))
-            return enter(autocast)
-
-        return noting
 
     def _on_gradients(self, event: dict[str, Any]) -> None:
         self._gradients.update(self._named("gradient", event["model"], event["gradients"]()))
 
-    def _before_step(self, optimizer: Any, *_: Any) -> None:
-        self._options = {
-            f"{key} of group {number}" if len(optimizer.param_groups) > 1 else key: _plain(value)
-            for number, group in enumerate(optimizer.param_groups)
-            for key, value in group.items()
-            if _plain(value) is not None
-        }
-
-    def _after_step(self, *_: Any) -> None:
-        # Comes after the optimizer's own hooks, and so after the event, if there is one.
-        self._unseen += 1
-        if not self._steps and self._unseen >= self._limit:
-            raise _Enough
-
     def _on_step(self, event: dict[str, Any]) -> None:
         if len(self._steps) == self._limit:  # the script caught it
-            raise _Enough
-        session, parameters = _session(), list(event["parameters"]())
-        self._dtypes.update(_name(parameter.dtype) for _, parameter in parameters)
-        for kind, names in _random_and_mixing_layers(self._models).items():
+            self._stop()
+        parameters = list(event["parameters"]())
+        self._dtypes.update(self._front.types(parameters))
+        for kind, names in self._front.random_and_mixing_layers(self._models).items():
             self._layers[kind].update(dict.fromkeys(names))
-        if session.summed:
-            self._weight = "sum"
-        elif session.batch is not None and session.batch.weight is not None:
-            self._weight = "function"
-        before, self._streams = self._streams, _streams()
+        self._weight = self._front.weight()
+        before, self._streams = self._streams, self._fingerprints()
         self._steps.append(
             {
                 "losses": self._losses,
@@ -306,21 +284,31 @@ class Recorder:
             }
         )
         arrays = self._gradients | self._named("parameter", event["model"], parameters)
-        if session.rank == 0:
+        if world_from().rank == 0:
             _save(self._folder / f"step-{len(self._steps)}.npz", arrays)
         self._losses, self._gradients = [], {}
         if len(self._steps) == self._limit:
-            raise _Enough
+            self._stop()
 
     def _named(self, kind: str, model: int, tensors: Any) -> dict[str, NDArray[Any]]:
         arrays: dict[str, NDArray[Any]] = {}
         number = self._numbers.setdefault(model, len(self._numbers))
-        for name, array in _arrays(tensors):
+        for name, array in self._front.arrays(tensors):
             key = f"{kind}/{number}/{name}"
             while key in arrays:  # two models under one optimizer
                 key += "'"
             arrays[key] = array
         return arrays
+
+    def _fingerprints(self) -> dict[str, int]:
+        """Return a fingerprint of each of the global random streams."""
+        numpys: Any = np.random.get_state()
+        states = {
+            **self._front.streams(),
+            "numpy": (numpys[1].tobytes(), *numpys[2:]),
+            "random": random.getstate(),
+        }
+        return {name: hash(state) for name, state in states.items()}
 
     def _write(self) -> None:
         session, world = _session(), world_from()
@@ -333,6 +321,7 @@ class Recorder:
             "steps": self._steps,
             "models": len(self._models),
             "distributed": bool(self._models),
+            "front_end": self._front_end,
             "dtype": min(dtypes, key=lambda name: (_bits(name), name), default="float32"),
             "weight": self._weight,
             "compress": self._compress,
@@ -342,34 +331,20 @@ class Recorder:
         (self._folder / f"rank-{rank}.json").write_text(json.dumps(record))
 
 
+FRONT_ENDS = {"torch": "torch", "keras": "tensorflow"}  # the module that a script imports, and the front end for it
+
+
+def _recording(front_end: str) -> Any:
+    return import_module(f"nearlinear.{front_end}.recording")
+
+
 def _session() -> Any:
-    from nearlinear.torch import session
-
-    return session()
-
-
-def _arrays(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Yield copies of whole tensors on rank 0; all ranks take part in gathering those that are sharded, one by one."""
-    from nearlinear.torch.sharded_tensors import whole
-
-    rank = _session().rank
-    for name, tensor in tensors:
-        complete = whole(tensor, f"gathering {name}")
-        if rank == 0:
-            yield name, _array(complete)
-
-
-def _array(tensor: torch.Tensor) -> NDArray[Any]:
-    """Return a copy; NumPy does not know all the short types."""
-    import torch
-
-    tensor = tensor.detach()
-    if tensor.layout != torch.strided:
-        tensor = tensor.to_dense()
-    if tensor.is_floating_point() and tensor.dtype.itemsize < 4:
-        tensor = tensor.to(torch.float32)
-    array: NDArray[Any] = tensor.to("cpu", copy=True).numpy()
-    return array
+    for front_end in FRONT_ENDS.values():
+        module = sys.modules.get(f"nearlinear.{front_end}")
+        session = module.session() if module is not None else None
+        if session is not None:
+            return session
+    return None
 
 
 def _save(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
@@ -377,104 +352,13 @@ def _save(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
         np.savez(file, **arrays)  # type: ignore[arg-type]
 
 
-def _name(dtype: torch.dtype) -> str:
-    """Return the name of the type that rounds: complex numbers round as their parts do."""
-    return {"complex64": "float32", "complex128": "float64"}.get(str(dtype)[6:], str(dtype)[6:])
-
-
 def _bits(name: str) -> int:
     return {"float64": 64, "float32": 32}.get(name, 16)
 
 
-def _plain(value: Any) -> Any:
-    """Return an option of an optimizer as JSON holds it, None if it is no number."""
-    if isinstance(value, bool | int | float):
-        return value
-    if isinstance(value, list | tuple) and all(isinstance(each, int | float) for each in value):
-        return list(value) or None
-    if hasattr(value, "numel") and value.numel() == 1:
-        return float(value)
-    return None
-
-
-def _random_and_mixing_layers(models: Sequence[torch.nn.Module]) -> dict[str, list[str]]:
-    """Return the layers that make N processes differ from one while they train."""
-    from torch import nn
-    from torch.nn.modules.batchnorm import _BatchNorm
-    from torch.nn.modules.dropout import _DropoutNd
-
-    layers: dict[str, list[str]] = {"batchnorm": [], "dropout": []}
-    for model in models:
-        for name, module in model.named_modules():
-            if not module.training:
-                continue
-            if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
-                layers["batchnorm"].append(name or "the model")
-            elif (isinstance(module, _DropoutNd) and module.p > 0) or (
-                isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0
-            ):
-                layers["dropout"].append(name or "the model")
-    return layers
-
-
-def _streams() -> dict[str, int]:
-    """Return a fingerprint of each of the global random streams."""
-    import torch
-
-    numpys: Any = np.random.get_state()
-    states: dict[str, Any] = {
-        "torch": torch.get_rng_state().numpy().tobytes(),
-        "numpy": (numpys[1].tobytes(), *numpys[2:]),
-        "random": random.getstate(),
-    }
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
-    return {name: hash(state) for name, state in states.items()}
-
-
-def compute_in_float64() -> None:
-    """Let a script that was written for float32 compute in float64, from here on.
-
-    New tensors and layers are float64; what a ``DataLoader`` hands out is converted; ``x.float()`` and
-    ``module.float()`` give float64. Where a script names ``torch.float32``, or trains on float32 arrays that came
-    through no loader, the types will not match, and torch says so.
-    """
-    import torch
-    from torch.utils.data import DataLoader
-
-    from nearlinear.torch.data import map_leaves
-
-    torch.set_default_dtype(torch.float64)
-    torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
-    torch.nn.Module.float = torch.nn.Module.double  # type: ignore[method-assign]
-    batches_of = DataLoader.__iter__
-
-    def widen(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return leaf.double() if leaf.dtype == torch.float32 else leaf
-        return leaf.astype(np.float64) if leaf.dtype == np.float32 else leaf
-
-    class Widened:
-        def __init__(self, batches: Any) -> None:
-            self._batches = batches
-
-        def __iter__(self) -> Widened:
-            return self
-
-        def __len__(self) -> int:
-            return len(self._batches)
-
-        def __next__(self) -> Any:
-            return map_leaves(widen, next(self._batches))
-
-    DataLoader.__iter__ = lambda loader: Widened(batches_of(loader))  # type: ignore[method-assign,assignment,return-value]
-
-
 def main(argv: Sequence[str]) -> None:
     """Run a script under a ``Recorder``, as this process's script."""
-    import torch
-
-    from nearlinear.torch.session import install_excepthook
+    from nearlinear.runtime.ending import install_excepthook
 
     parser = argparse.ArgumentParser(prog="python -m nearlinear.testing.record", description=main.__doc__)
     parser.add_argument("--float64", action="store_true", help="compute in float64")
@@ -486,15 +370,21 @@ def main(argv: Sequence[str]) -> None:
     install_excepthook()
     if not options.script:
         raise InputError("which script? write it like `python -m nearlinear.testing.record FOLDER 5 train.py`")
-    torch.manual_seed(SEED)
     np.random.seed(SEED)
     random.seed(SEED)
-    if options.float64:
-        compute_in_float64()
+    for module, front_end in FRONT_ENDS.items():
+        after_import(module, lambda front_end=front_end: _prepare(front_end, float64=options.float64))  # type: ignore[misc]
     with Recorder(options.folder, options.steps):
         if options.fault is not None:
             options.fault.arm()
         run_script(options.script)
+
+
+def _prepare(front_end: str, *, float64: bool) -> None:
+    recording = _recording(front_end)
+    recording.seed(SEED)
+    if float64:
+        recording.compute_in_float64()
 
 
 if __name__ == "__main__":

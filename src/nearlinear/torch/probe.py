@@ -18,7 +18,8 @@ from nearlinear.core.cluster import Exchange, Link
 from nearlinear.measure.link import fit_alpha_beta
 from nearlinear.measure.messages import LARGEST
 from nearlinear.runtime.environment import world_from
-from nearlinear.torch.collectives import Group, explain
+from nearlinear.runtime.waiting import explain
+from nearlinear.torch.collectives import Group
 from nearlinear.torch.session import Session
 
 SIZES = (4, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20, 16 << 20, 32 << 20, 64 << 20)

@@ -8,10 +8,7 @@ it is ended.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import statistics
-import time
 from typing import Any
 
 import torch
@@ -19,73 +16,12 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from nearlinear import events
-from nearlinear.core.graph import Graph, Operator
 from nearlinear.errors import InputError
+from nearlinear.measure.study import LEAST, NOISE_PARAMETERS, Pace, Study, spread, with_loop
 from nearlinear.torch.capture import Captured, capture
 from nearlinear.torch.capture.batch import Call
 from nearlinear.torch.profile import Profile, profile, time_passes
 from nearlinear.torch.session import current
-
-STEPS = 16  # optimizer steps that are watched at most
-ENOUGH = 8  # that say how noisy a batch is; watched while they take no more than PATIENCE times what they may
-LEAST = 4  # watched in any case, if the script takes so many
-PATIENCE = 5
-NOISE_PARAMETERS = 200_000_000  # of larger models the sum of the gradients is not kept
-LOOP = "the loop (data, loss, metrics)"
-
-
-class Enough(BaseException):
-    """Ends the script; no ``except Exception`` of its own catches it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Study:
-    """What a script's first steps show.
-
-    Args:
-        graph: The model's, with the times of one call's samples, and the rest of the loop as its last operator.
-        rung: How it was captured.
-        notes: What a person should know of the capture.
-        tied: Names of operators that share a parameter, per parameter.
-        batch: Samples per optimizer step.
-        calls: Calls of the model per optimizer step (gradient accumulation).
-        launch: Seconds of a forward and backward pass that a smaller batch does not save; within the graph's times.
-        steps: Seconds of each whole step that was watched.
-        spread: Relative spread of a step's time, one sigma.
-        dtype: What it computes in.
-        optimizer: Its class.
-        norms: Squared norm of the gradient of every step watched; empty where none was kept.
-        mean_norm: Squared norm of their mean.
-    """
-
-    graph: Graph
-    rung: str
-    notes: tuple[str, ...]
-    tied: tuple[tuple[str, ...], ...]
-    batch: int
-    calls: int
-    launch: float
-    steps: tuple[float, ...]
-    spread: float
-    dtype: str
-    optimizer: str
-    norms: tuple[float, ...] = ()
-    mean_norm: float = 0.0
-
-    def to_json(self) -> str:
-        """Return it as a JSON object."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return json.dumps({**fields, "graph": json.loads(self.graph.to_json())})
-
-    @classmethod
-    def from_json(cls, text: str) -> Study:
-        """Return what ``to_json`` wrote."""
-        raw = json.loads(text)
-        raw["graph"] = Graph.from_json(json.dumps(raw["graph"]))
-        for name in ("notes", "steps", "norms"):
-            raw[name] = tuple(raw[name])
-        raw["tied"] = tuple(map(tuple, raw["tied"]))
-        return cls(**raw)
 
 
 class Watch:
@@ -105,7 +41,7 @@ class Watch:
         self._samples = self._calls = 0
         self._launch = 0.0
         self._calls_per_step: list[int] = []
-        self._marks: list[float] = []
+        self._pace = Pace(budget_s)
         self._norms: list[float] = []
         self._sum: list[torch.Tensor] | None = None
         self._busy = False
@@ -116,28 +52,28 @@ class Watch:
         self._undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool:
+    def __exit__(self, *_: object) -> None:
         self._undo.close()
-        return kind is not None and issubclass(kind, Enough)
+
+    @property
+    def has_model(self) -> bool:
+        """Whether the script has called ``distribute``."""
+        return self._model is not None
 
     def study(self) -> Study:
         """Return what was seen.
 
         Raises:
-            InputError: The script never called ``distribute``, or never trained its model.
+            InputError: The script never trained its model.
         """
-        if self._model is None:
-            raise InputError(
-                "the script ended without calling nl.distribute; add the two lines: import nearlinear as nl / "
-                "model, optimizer, loader = nl.distribute(model, optimizer, loader)"
-            )
+        assert self._model is not None
         if self._captured is None or self._profile is None:
             raise InputError("the script ended without calling its model in training mode; there is nothing to plan")
-        steps = [after - before for before, after in zip(self._marks, self._marks[1:], strict=False)]
+        steps = self._pace.steps
         calls = max(self._calls_per_step, default=1) or 1
         graph = self._profile.graph
         if steps:
-            graph = _with_loop(graph, statistics.median(steps) / calls - self._profile.step)
+            graph = with_loop(graph, statistics.median(steps) / calls - self._profile.step)
         mean_norm = 0.0
         if self._sum is not None and self._norms:
             mean_norm = sum(float(each.double().square().sum()) for each in self._sum) / len(self._norms) ** 2
@@ -150,8 +86,8 @@ class Watch:
             batch=(self._samples or graph.samples) * calls,
             calls=calls,
             launch=self._launch,
-            steps=tuple(steps),
-            spread=_spread(steps) if len(steps) >= LEAST else self._profile.spread,
+            steps=steps,
+            spread=spread(steps) if len(steps) >= LEAST else self._profile.spread,
             dtype=str(parameters[0].dtype)[6:],
             optimizer=type(self._optimizer).__name__ if self._optimizer is not None else "",
             norms=tuple(self._norms),
@@ -204,14 +140,9 @@ class Watch:
             return
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
-        self._marks.append(time.perf_counter())
         self._calls_per_step.append(self._calls)
         self._calls = 0
-        watched = len(self._marks) - 1
-        late = self._marks[-1] - self._marks[0]
-        enough = late > self._budget_s if watched >= ENOUGH else watched >= LEAST and late > PATIENCE * self._budget_s
-        if watched >= STEPS or enough:
-            raise Enough
+        self._pace.mark()
 
 
 def _launch(model: nn.Module, call: Call, whole: Profile) -> float:
@@ -223,18 +154,6 @@ def _launch(model: nn.Module, call: Call, whole: Profile) -> float:
     time_of_few, time_of_all = time_passes(model, small.args, small.kwargs), whole.forward + whole.backward
     fixed = (time_of_few * call.samples - time_of_all * few) / (call.samples - few)
     return min(max(fixed, 0.0), time_of_few)
-
-
-def _with_loop(graph: Graph, rest: float) -> Graph:
-    """Return the graph with what a step takes beyond the model as an operator of its own; it mixes no batch."""
-    if rest <= 0:
-        return graph
-    return dataclasses.replace(graph, operators=(*graph.operators, Operator(LOOP, kind="loop", forward=rest)))
-
-
-def _spread(steps: list[float]) -> float:
-    middle = statistics.median(steps)
-    return 1.4826 * statistics.median(abs(each - middle) for each in steps) / middle
 
 
 def _say(what: str) -> None:

@@ -1,4 +1,4 @@
-"""How the ranks of a probe meet: what one says, all hear. Here by sockets alone, for machines without a framework."""
+"""How the ranks of a run meet: what one says, all hear. Here by sockets alone, without a framework."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import time
 from typing import Any, Protocol
 
 from nearlinear.errors import InputError, PeerLostError
-from nearlinear.measure.wire import LONGEST_TOLD, read_exactly
 from nearlinear.runtime.environment import World
 from nearlinear.runtime.interface import address_to
 from nearlinear.units import seconds
+
+LONGEST_TOLD = 1 << 24  # bytes of one message
 
 
 class Meeting(Protocol):
@@ -142,3 +143,19 @@ def _read(source: socket.socket) -> Any:
     if length > LONGEST_TOLD:
         raise ConnectionResetError(f"it wants to say {length} bytes")
     return json.loads(read_exactly(source, length))
+
+
+def read_exactly(source: socket.socket, size: int) -> bytes:
+    """Return the next ``size`` bytes.
+
+    Raises:
+        ConnectionResetError: The other side hung up before.
+        TimeoutError: The socket's time-out passed.
+    """
+    got = bytearray()
+    while len(got) < size:
+        data = source.recv(size - len(got))
+        if not data:
+            raise ConnectionResetError("it hung up")
+        got += data
+    return bytes(got)

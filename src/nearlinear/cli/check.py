@@ -12,7 +12,7 @@ from rich.table import Table
 
 from nearlinear.cli.run import add_counts, asked_for
 from nearlinear.cli.status import status
-from nearlinear.core.plan import STRATEGIES
+from nearlinear.core.plan import EXACT
 from nearlinear.errors import InputError
 from nearlinear.testing.equivalence import Comparison, RunError, equivalent
 from nearlinear.units import parse_seconds
@@ -32,7 +32,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("-n", type=int, default=2, metavar="N", help="processes to compare with one (default: 2)")
     parser.add_argument("--steps", type=int, default=5, metavar="K", help="optimizer steps (default: 5)")
-    parser.add_argument("--strategy", choices=("auto", *STRATEGIES), metavar="S", help="wins over the script's")
+    parser.add_argument("--strategy", choices=("auto", *EXACT), metavar="S", help="wins over the script's")
     add_counts(parser)
     parser.add_argument("--float64", action="store_true", help="compute in float64, where rounding is no excuse")
     parser.add_argument("--timeout", type=parse_seconds, default=600.0, metavar="T", help="of a run (default: 10 min)")

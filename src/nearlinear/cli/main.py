@@ -12,6 +12,7 @@ from nearlinear.errors import InputError, NearlinearError
 
 COMMANDS = {
     "run": "run",
+    "join": "join",
     "check": "check",
     "plan": "plan",
     "probe": "probe",

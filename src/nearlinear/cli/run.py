@@ -15,6 +15,7 @@ from nearlinear.core.plan import STRATEGIES
 from nearlinear.errors import InputError
 from nearlinear.launch.elastic import run_elastic
 from nearlinear.launch.lines import Printer
+from nearlinear.launch.listen import Listening
 from nearlinear.launch.local import run_local
 from nearlinear.launch.outcome import Outcome
 from nearlinear.observe import kept
@@ -38,6 +39,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--nnodes", type=_positive, metavar="M", help="number of machines; run the command on each")
     parser.add_argument("--rdzv", metavar="HOST:PORT", help="where the machines meet; HOST is one of them")
     parser.add_argument("--node-rank", type=int, metavar="R", help="this machine's number, 0 to M-1; 0 is HOST")
+    parser.add_argument("--listen", metavar="HOST:PORT", help="train with machines that join (strategy local)")
+    parser.add_argument("--address", metavar="HOST[:PORT]", help="where the others reach --listen, if not there")
     parser.add_argument(
         "--record",
         metavar="FILE|none",
@@ -45,7 +48,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     # One argument for both: argparse would take a -- away from between them.
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="script.py [args ...]", help="passed on as it is")
-    parser.set_defaults(call=run)
+    parser.set_defaults(call=run, ticket=None)
 
 
 def add_counts(parser: argparse.ArgumentParser) -> None:
@@ -73,6 +76,10 @@ def run(options: argparse.Namespace) -> int:
     env = asked_for(options)
     if options.nnodes is not None:
         run_elastic(script, options.n or 1, options.nnodes, options.rdzv, options.node_rank, env)
+    if options.listen is not None:
+        return _listen(script, options, env)
+    if options.ticket is not None:
+        env |= {"NEARLINEAR_TICKET": str(options.ticket)}
     if options.n in (None, 1) and options.record in (None, "none"):
         _run_plain(script, env)
     return _run_here(script, options.n or 1, options, env)
@@ -82,6 +89,17 @@ def _run_plain(script: list[str], env: dict[str, str]) -> NoReturn:
     """Become `python script.py`: its terminal, its debugger, its signals and its exit code are untouched."""
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, *script], {**os.environ, **env})
+
+
+def _listen(script: list[str], options: argparse.Namespace, env: dict[str, str]) -> int:
+    """Train here, and with whoever joins; the run lasts until the last member has left."""
+    with Listening(options.listen, options.address, _say) as run:
+        print(f"nearlinear join {run.ticket} {shlex.join(script)}", flush=True)
+        options.strategy = "local"
+        code = _run_here(script, 1, options, env | run.environment)
+        if code != _INTERRUPTED:
+            run.wait_until_all_have_left()
+    return code
 
 
 def _run_here(script: list[str], n: int, options: argparse.Namespace, env: dict[str, str]) -> int:
@@ -134,6 +152,7 @@ def _run_here(script: list[str], n: int, options: argparse.Namespace, env: dict[
 
 
 _NOTICE = b"nearlinear: "
+_INTERRUPTED = 130
 
 
 def _say(line: str) -> None:
@@ -159,6 +178,13 @@ def _check_machines(options: argparse.Namespace) -> None:
         raise InputError("--port is for one machine; with --nnodes the port is the one in --rdzv")
     if not several and (options.rdzv is not None or options.node_rank is not None):
         raise InputError("--rdzv and --node-rank are for several machines; add --nnodes M")
+    apart = options.listen is not None or options.ticket is not None
+    if apart and (several or options.n not in (None, 1)):
+        raise InputError("over the Internet one process of each machine trains so far; leave out -n and --nnodes")
+    if apart and options.strategy not in (None, "local"):
+        raise InputError(f"--strategy {options.strategy} needs fast links; with machines that join it is 'local'")
+    if options.address is not None and options.listen is None:
+        raise InputError("--address says where --listen is reached; give --listen HOST:PORT too")
     if options.node_rank is not None and not 0 <= options.node_rank < options.nnodes:
         raise InputError(f"--node-rank is {options.node_rank}; the last of {options.nnodes} is {options.nnodes - 1}")
 

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from nearlinear.errors import InputError
 from nearlinear.units import size
 
-STRATEGIES = ("data", "sharded", "pipeline")
+EXACT = ("data", "sharded", "pipeline")  # those that give the numbers of one process
+STRATEGIES = (*EXACT, "local")
 COMPRESSIONS = (None, "bf16")
+LOCAL_COMPRESSIONS = (None, "fp32", "bf16", "int8", "int4", "topk")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +22,17 @@ class Plan:
     Args:
         strategy: ``"data"``: every rank holds the model and takes a share of each batch. ``"sharded"``: it holds a part
             of every parameter. ``"pipeline"``: it holds one stage of the model, through which the batch passes in
-            microbatches.
+            microbatches. ``"local"``: every member of a run over the Internet trains on its share of each batch, and
+            their parameters are averaged once a round.
         compress: ``"bf16"`` halves a float32 gradient's bytes on the wire and changes the numbers; ``None`` sends
-            gradients as they are.
+            gradients as they are. Of ``"local"``: how updates travel, ``"fp32"``, ``"bf16"``, ``"int8"`` (the default),
+            ``"int4"`` or ``"topk"``.
         bucket_bytes: Bytes of gradient per message; ``None`` chooses them from the measured link.
         check_every: Optimizer steps between two comparisons of the replicas' parameters.
         stages: Stages of a pipeline; S stages on N ranks are N / S replicas of it. ``None``: as many as ranks.
         microbatches: Pieces of a batch in a pipeline; ``None``: four per stage, of two samples at least.
+
+        every: Steps per round of ``"local"``; ``None`` chooses them from the measured link.
 
     Raises:
         InputError: A field has a value outside its range.
@@ -42,24 +48,30 @@ class Plan:
     check_every: int = 100
     stages: int | None = None
     microbatches: int | None = None
+    every: int | None = None
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise InputError(f"unknown strategy {self.strategy!r}; choose one of: auto, {', '.join(STRATEGIES)}")
-        if self.compress not in COMPRESSIONS:
-            raise InputError(f"unknown compression {self.compress!r}; choose None or 'bf16'")
+        known = LOCAL_COMPRESSIONS if self.strategy == "local" else COMPRESSIONS
+        if self.compress not in known:
+            others = " or ".join(map(repr, known[1:]))
+            raise InputError(f"unknown compression {self.compress!r}; choose None or {others}")
         if self.bucket_bytes is not None and self.bucket_bytes < 1:
             raise InputError(f"bucket_bytes is {self.bucket_bytes}; it must be at least 1, or None to measure")
         if self.check_every < 1:
             raise InputError(f"check_every is {self.check_every}; it must be at least 1 step")
-        for name in ("stages", "microbatches"):
+        for name, owner in (("stages", "pipeline"), ("microbatches", "pipeline"), ("every", "local")):
             value = getattr(self, name)
-            if value is not None and self.strategy != "pipeline":
-                raise InputError(f"{name} is {value}, and strategy {self.strategy!r} has none; ask for 'pipeline'")
+            if value is not None and self.strategy != owner:
+                raise InputError(f"{name} is {value}, and strategy {self.strategy!r} has none; ask for {owner!r}")
             if value is not None and value < 1:
                 raise InputError(f"{name} is {value}; it must be at least 1")
 
     def __str__(self) -> str:
+        if self.strategy == "local":
+            rounds = f"rounds of {self.every} steps" if self.every else "rounds as long as the measured link asks for"
+            return f"local updates, {rounds}, {self.compress or 'int8'} on the wire"
         compared = f"replicas compared every {self.check_every} steps"
         if self.strategy == "pipeline":
             stages = f"{self.stages} stages" if self.stages else "one stage per rank"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 def shares(samples: int, ranks: int) -> list[int]:
     """Return how many consecutive samples each rank takes; they differ by at most one.
@@ -31,3 +33,15 @@ def share(samples: int, rank: int, ranks: int) -> range:
     each, rest = divmod(samples, ranks)
     start = rank * each + min(rank, rest)
     return range(start, start + each + (rank < rest))
+
+
+def share_between(samples: int, begin: float, end: float) -> range:
+    """Return the positions in the batch of one that takes what lies between two fractions of it.
+
+    Who takes from ``end`` on takes up exactly where this one stops.
+
+    Example:
+        >>> share_between(64, 0.0, 0.75), share_between(64, 0.75, 1.0)
+        (range(0, 48), range(48, 64))
+    """
+    return range(math.floor(begin * samples + 0.5), math.floor(end * samples + 0.5))

@@ -52,8 +52,10 @@ def threads(n: int, cores: int, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that give each of ``n`` processes its part of the cores; left to itself each takes all."""
     if "OMP_NUM_THREADS" in inherited:  # MKL follows it
         return {}
-    each = str(max(1, cores // n))
-    return {"OMP_NUM_THREADS": each} | ({} if "MKL_NUM_THREADS" in inherited else {"MKL_NUM_THREADS": each})
+    each = max(1, cores // n)
+    # TensorFlow's own pools: of the second, one thread may wait for a peer while the other goes on computing.
+    wanted = {"MKL_NUM_THREADS": each, "TF_NUM_INTRAOP_THREADS": each, "TF_NUM_INTEROP_THREADS": max(2, each)}
+    return {"OMP_NUM_THREADS": str(each)} | {name: str(n) for name, n in wanted.items() if name not in inherited}
 
 
 def gpus_for(n: int, env: Mapping[str, str]) -> list[str]:

@@ -31,6 +31,7 @@ from nearlinear.torch import random_streams
 from nearlinear.torch.arrays import own_tensor
 from nearlinear.torch.model_state import few, modules_in, modules_out, parameter_names
 from nearlinear.torch.optimizer_state import optimizer_in, optimizer_out
+from nearlinear.torch.session import Session
 from nearlinear.torch.sharded_tensors import ShardedArray, array_or_none, is_sharded
 
 T = TypeVar("T")
@@ -63,6 +64,8 @@ def save(
     """
     ranks = ranks or Alone()
     what = f"saving {os.fspath(path)}"
+    if isinstance(ranks, Session):
+        ranks.settle(what)
     positions = ranks.all_gather_json(random_streams.capture(), what)
 
     def collect() -> tuple[dict[str, dict[str, Array]], Json]:

@@ -194,7 +194,7 @@ class LoaderState:
         self.session, self.weight, self.number, self.seed = session, weight, number, seed
         self.next_pass = 0
         self.skip = 0  # batches of the next pass that a checkpoint says were seen
-        self.sizes: list[int] = []  # samples of the batches that the latest iteration of the sampler has given out
+        self.sizes: list[tuple[int, int]] = []  # number and samples of what the latest iteration has drawn
         self.handed_out = 0  # batches of the pass in hand
         self.drawn = 0  # a digest of every index the sampler has given out, the same on all ranks
         self.running = False
@@ -219,8 +219,11 @@ class LoaderState:
 def _shared(base: type[Any]) -> type[Any]:
     """Return the subclass of the user's loader class that hands out shares."""
 
-    def begin(self: Any) -> _Pass:
+    def begin(self: Any) -> Iterator[Any]:
         state: LoaderState = self._nearlinear
+        if state.session.is_past(state.number, state.next_pass):
+            state.next_pass += 1
+            return iter(())
         seed = state.seed_of_pass()
         # Workers that augment draw differently on each rank; a stream of data must come out the same on all.
         iterable = isinstance(self.dataset, IterableDataset)
@@ -301,9 +304,9 @@ class _Pass(Iterator[Any]):
                     f"loader {state.number} hands out batches that it did not draw in this pass (does it fetch ahead "
                     "by itself?); hand the plain DataLoader over"
                 )
-            samples = self._sizes.pop(0)
+            state.handed_out, samples = self._sizes.pop(0)
         elif self._ready_made:
-            batch, samples = split(batch, session.part, session.parts)
+            batch, samples = split(batch, session)
         else:
             batch, samples = batch.content, batch.samples
         state.handed_out += 1
@@ -312,7 +315,7 @@ class _Pass(Iterator[Any]):
                 f"loader {state.number} has a batch of {samples} for {session.parts} ranks: the others hold a filler, "
                 "which nl.mean and nl.gather leave out and sums of your own do not"
             )
-        info = Batch(samples, len(share(samples, session.part, session.parts)))
+        info = Batch(samples, len(session.share(samples)))
         if state.weight is not None:
             info.weight = 0.0 if info.filler else float(state.weight(batch))
             if not 0.0 <= info.weight < math.inf:
@@ -356,19 +359,22 @@ class _ShareSampler(_OrderedSampler):
     """A batch sampler that gives out this rank's share of each batch and notes the batch's size."""
 
     def __iter__(self) -> Iterator[list[Any]]:
-        self._state.sizes = []
-        return self._shares(super().__iter__(), self._state.skip, self._state.sizes)
+        state = self._state
+        state.sizes = []
+        return self._shares(super().__iter__(), state.next_pass, state.skip, state.sizes)
 
-    def _shares(self, batches: Iterator[Any], skip: int, sizes: list[int]) -> Iterator[list[Any]]:
+    def _shares(
+        self, batches: Iterator[Any], number_of_pass: int, skip: int, sizes: list[tuple[int, int]]
+    ) -> Iterator[list[Any]]:
         session = self._state.session
         for number, batch in enumerate(batches):
-            if number < skip:
+            if number < skip or session.is_past(self._state.number, number_of_pass, number):
                 continue
             indices = list(batch)
-            sizes.append(len(indices))
+            sizes.append((number, len(indices)))
             if session.parts > 1:
                 self._state.drawn = derived_seed(self._state.drawn, *indices)
-            mine = share(len(indices), session.part, session.parts)
+            mine = session.share(len(indices))
             yield indices[mine.start : mine.stop] or indices[-1:]
 
 
@@ -437,7 +443,7 @@ class _ShareCollate:
         return _Piece(self.collate(samples[mine.start : mine.stop] or samples[-1:]), len(samples))
 
 
-def split(batch: Any, rank: int, ranks: int) -> tuple[Any, int]:
+def split(batch: Any, session: Session) -> tuple[Any, int]:
     """Return a rank's share of a ready-made batch, and the batch's size.
 
     The size is dimension 0 of the first tensor found; tensors and arrays that share it are split along it, everything
@@ -450,16 +456,16 @@ def split(batch: Any, rank: int, ranks: int) -> tuple[Any, int]:
     if not sizes:
         raise InputError(
             f"a ready-made batch (a {type(batch).__name__}) holds no tensor whose dimension 0 could be shared out "
-            f"among {ranks} ranks; hand over a DataLoader with a batch_size"
+            "among the ranks; hand over a DataLoader with a batch_size"
         )
     samples = sizes[0]
-    mine = share(samples, rank, ranks)
+    mine = session.share(samples)
     rows = slice(mine.start, mine.stop) if len(mine) else slice(max(samples - 1, 0), samples)
 
     def cut(leaf: Any) -> Any:
         return leaf[rows] if leaf.shape[0] == samples else leaf
 
-    return (batch if ranks == 1 else map_leaves(cut, batch)), samples
+    return (batch if len(mine) == samples else map_leaves(cut, batch)), samples
 
 
 def _is_leaf(value: Any) -> bool:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import dataclasses
-import os
 import time
 import weakref
 from collections.abc import Sequence
@@ -17,15 +15,17 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from nearlinear import events
 from nearlinear.core.cluster import Link
-from nearlinear.core.plan import STRATEGIES, Plan
+from nearlinear.core.plan import Plan
 from nearlinear.errors import InputError
-from nearlinear.runtime.environment import world_from
+from nearlinear.runtime.ending import install_excepthook
+from nearlinear.runtime.environment import plan_asked_for, world_from
 from nearlinear.torch import batchnorm
 from nearlinear.torch.collectives import Group
 from nearlinear.torch.data import require_same_batches, require_shareable, share_out
+from nearlinear.torch.local import Island, apart
 from nearlinear.torch.metrics import mean, total
 from nearlinear.torch.reducer import Reducer
-from nearlinear.torch.session import Session, Weight, install_excepthook, start
+from nearlinear.torch.session import Session, Weight, start
 from nearlinear.torch.sharded import renew, require_shardable, shard
 from nearlinear.torch.sharded_tensors import is_sharded
 from nearlinear.torch.state import broadcast_state, require_same_model, separate_streams
@@ -60,17 +60,20 @@ def distribute(
 ) -> None:
     """Hook the objects into the run, in place. ``nearlinear.distribute`` documents the arguments."""
     install_excepthook()
-    plan = _plan(strategy)
+    plan = plan_asked_for(strategy)
     if isinstance(optimizer, torch.optim.Optimizer):
         renew(optimizer)  # it may be the second one of a model that is sharded already
     _check(model, optimizer, weight, meta=plan.strategy == "pipeline" and world_from().size > 1)
     named = _named_parameters(model, optimizer)
-    session = start(next((each.device for _, each in named if not each.is_meta), torch.device("cpu")))
+    device = next((each.device for _, each in named if not each.is_meta), torch.device("cpu"))
+    session = start(device, Island) if apart(plan) else start(device)
     number = session.models
     session.models += 1
     pipelined = plan.strategy == "pipeline" and session.size > 1
     session.arrange(plan.stages_on(session.size))
     buffers = list(model.named_buffers())
+    if isinstance(session, Island):
+        session.enter(model, named, loaders, plan)
     require_same_model([*named, *buffers], session)
     if plan.strategy == "sharded" and session.size > 1:
         taken = {id(parameter) for each in _combining for parameter in each.parameters}
@@ -96,32 +99,12 @@ def distribute(
         if plan.compress:
             session.notice(f"{plan.compress} on the wire rounds gradients: the numbers are not those of one process")
     notes = _hook(named, model, optimizer, session, plan, number)
+    if isinstance(session, Island):
+        session.attach(model, optimizer)
     facts = {"rank": session.rank, "world_size": session.size}
-    events.publish("distributed", **facts, model=model, optimizer=optimizer, notes=notes, compress=plan.compress)
+    what = {"front_end": "torch", "model": model, "optimizer": optimizer, "notes": notes, "compress": plan.compress}
+    events.publish("distributed", **facts, **what)
     events.send_to_launcher("distributed", **facts)
-
-
-def _plan(strategy: str | Plan) -> Plan:
-    # What is asked for on the command line wins over the script.
-    asked = os.environ.get("NEARLINEAR_STRATEGY")
-    counts: dict[str, Any] = {name: value for name in ("stages", "microbatches") if (value := _count(name)) is not None}
-    if isinstance(strategy, Plan) and (asked is None or asked == strategy.strategy):
-        return dataclasses.replace(strategy, **counts)
-    name = asked or strategy
-    if name != "auto" and name not in STRATEGIES:
-        raise InputError(f"unknown strategy {name!r}; choose one of: auto, {', '.join(STRATEGIES)}, or a Plan")
-    if name == "auto":
-        name = "pipeline" if counts else "data"
-    return Plan(str(name), **counts)
-
-
-def _count(name: str) -> int | None:
-    text = os.environ.get(f"NEARLINEAR_{name.upper()}")
-    if text is None:
-        return None
-    if not text.isdigit():
-        raise InputError(f"NEARLINEAR_{name.upper()} is {text!r}; give a number from 1 on")
-    return int(text)
 
 
 def _check(model: Any, optimizer: Any, weight: Any, *, meta: bool) -> None:

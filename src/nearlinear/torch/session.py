@@ -10,7 +10,6 @@ import os
 import secrets
 import socket
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,12 +19,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from nearlinear import events
-from nearlinear.errors import InputError, NearlinearError, PeerLostError
-from nearlinear.runtime.environment import World, usable_cores, world_from
+from nearlinear.core.shares import share
+from nearlinear.errors import InputError, PeerLostError
+from nearlinear.runtime.ending import end_if_stuck, failed, install_excepthook, read_errors_by
+from nearlinear.runtime.environment import World, deadline_s, silence_s, usable_cores, world_from
 from nearlinear.runtime.interface import address_to, interface_to
-from nearlinear.runtime.liveness import Liveness, Loss
-from nearlinear.torch.collectives import Group, explain, noticed
-from nearlinear.units import parse_seconds, seconds
+from nearlinear.runtime.liveness import Liveness
+from nearlinear.runtime.waiting import explain
+from nearlinear.torch.collectives import Group
+from nearlinear.units import seconds
 
 Weight = Callable[[Any], Any]
 
@@ -81,7 +83,6 @@ class Session:
         self.control = self.new_group(torch.device("cpu"))
         self.part, self.parts = world.rank, world.size  # which share of each batch this rank works on, of how many
         self.peers = self.control  # the ranks that hold the other parts of what this one holds
-        self.failed = False
         self.summed: bool | None = None  # weight="sum": gradients are added, not averaged; None: not said yet
         self.weight: Weight | None = None  # what a batch counts for, where the script says so
         self.states: list[Any] = []  # of the loaders
@@ -154,6 +155,17 @@ class Session:
         """Return when every rank is here."""
         if self.control is not None:
             self.control.barrier(what)
+
+    def share(self, samples: int) -> range:
+        """Return the positions in a batch that this rank takes."""
+        return share(samples, self.part, self.parts)
+
+    def is_past(self, loader: int, number: int, batch: int | None = None) -> bool:
+        """Return whether the run has left this pass of a loader behind, or this batch of it: where one comes late."""
+        return False
+
+    def settle(self, what: str) -> None:
+        """Return when the parameters are those of the run; they always are, but where replicas train apart."""
 
     # ---- the weight of the batch in hand
 
@@ -278,7 +290,7 @@ class Session:
         """Say goodbye to the peers, unless the script failed: then they are to notice, and at once."""
         if self.liveness is None:
             return
-        if self.failed:
+        if failed():
             self.liveness.hang_up()
         else:
             self.liveness.leave()
@@ -292,8 +304,8 @@ def current() -> Session | None:
     return _current
 
 
-def start(device: torch.device) -> Session:
-    """Return this process's session; the first call joins the run.
+def start(device: torch.device, kind: type[Session] = Session) -> Session:
+    """Return this process's session, which the first call makes, joining the run.
 
     Raises:
         InputError: The environment is incomplete, or the port of rank 0 is taken.
@@ -301,27 +313,18 @@ def start(device: torch.device) -> Session:
     """
     global _current
     if _current is None:
-        _current = _join(world_from(), device)
-        install_excepthook()  # torch.distributed has put one before ours that swallows what is printed on the way out
+        _current = _join(world_from(), device, kind)
+        read_errors_by(_hint)
+        install_excepthook(again=True)  # torch.distributed's would swallow what is printed on the way out
     return _current
 
 
-def deadline_s() -> float:
-    """Return how long a wait for a living peer may take, in seconds (``NEARLINEAR_DEADLINE``)."""
-    return parse_seconds(os.environ.get("NEARLINEAR_DEADLINE", "300 s"))
-
-
-def silence_s() -> float:
-    """Return after how long a silent peer is given up, in seconds (``NEARLINEAR_SILENCE``)."""
-    return parse_seconds(os.environ.get("NEARLINEAR_SILENCE", "5 s"))
-
-
-def _join(world: World, device: torch.device) -> Session:
+def _join(world: World, device: torch.device, kind: type[Session]) -> Session:
     if dist.is_available() and dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
         world = replace(world, rank=rank, size=size, address=world.address or "127.0.0.1")
     if world.size == 1:
-        return Session(world)
+        return kind(world)
     # Every rank computes with its part of the cores; two ranks with all of them would only take turns.
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, usable_cores() // world.local_size))
@@ -394,7 +397,7 @@ def _watch(world: World, store: Store) -> Liveness:
             host=host,
             bind=address_to(world.address),
             silence_s=silence_s(),
-            on_lost=_end_if_stuck,
+            on_lost=end_if_stuck,
         )
         store.set("liveness", f"{token} {liveness.port}")
         return liveness
@@ -406,54 +409,17 @@ def _watch(world: World, store: Store) -> Liveness:
         host=host,
         deadline_s=deadline_s(),
         silence_s=silence_s(),
-        on_lost=_end_if_stuck,
+        on_lost=end_if_stuck,
     )
 
 
-def _end_if_stuck(loss: Loss) -> None:
-    """End the process when its main thread does not notice a loss by itself within seconds.
-
-    It may be stuck in a wait that is not ours: a collective the script called, a CUDA stream that waits for a peer.
-    """
-
-    def end() -> None:
-        if not noticed.is_set():
-            print(f"nearlinear: error: {loss}", file=sys.stderr, flush=True)
-            os._exit(1)
-
-    timer = threading.Timer(3.0, end)
-    timer.daemon = True
-    timer.start()
-
-
-_hook_before = sys.excepthook
-
-
-def install_excepthook() -> None:
-    """Show our own errors as the one line they are, and return their exit code."""
-    global _hook_before
-    if sys.excepthook is not _excepthook and _current is None:
-        _hook_before = sys.excepthook
-    sys.excepthook = _excepthook
-
-
-def _excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    if _current is not None:
-        _current.failed = True  # the peers are to notice that this process ended
-    if not isinstance(error, NearlinearError):
-        _hook_before(kind, error, trace)
-        if "mixed torch.Tensor and DTensor" in str(error):  # raised within torch, where it cannot be reworded
-            print(
-                "nearlinear: hint: under strategy 'sharded' a parameter is whole within its module's forward alone; "
-                "for a penalty use the optimizer's weight_decay, or strategy 'data'",
-                file=sys.stderr,
-                flush=True,
-            )
-        return
-    sys.stdout.flush()
-    print(f"nearlinear: error: {error}", file=sys.stderr, flush=True)
-    atexit._run_exitfuncs()
-    os._exit(error.exit_code)
+def _hint(error: BaseException) -> str | None:
+    if "mixed torch.Tensor and DTensor" not in str(error):  # raised within torch, where it cannot be reworded
+        return None
+    return (
+        "under strategy 'sharded' a parameter is whole within its module's forward alone; "
+        "for a penalty use the optimizer's weight_decay, or strategy 'data'"
+    )
 
 
 def derived_seed(*parts: int | str) -> int:

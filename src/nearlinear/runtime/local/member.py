@@ -1,0 +1,529 @@
+"""Turning one process's updates into rounds with the others, while that process goes on training.
+
+    training thread    ──── steps ────▶ deliver ──── steps, meanwhile ────▶ news ──── steps ────▶
+    this thread                            └─ encode ─ send ─ ... ─ receive ─ decode ─┘
+
+The thread keeps the connection to the centre, beats, and applies every round's mean to the outer parameters. When the
+connection breaks it calls again, under the same identity, until the deadline: the training thread notices nothing but
+an update that did not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import secrets
+import selectors
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from nearlinear.errors import DriftError, InputError, NearlinearError, PeerLostError
+from nearlinear.runtime.local.codecs import Feedback, Floats
+from nearlinear.runtime.local.connection import Connection, Malformed, tune
+from nearlinear.runtime.local.frames import TEXT, Header, number, numbers, places, text, text_of, texts, truth, whole
+from nearlinear.runtime.local.ticket import Ticket
+from nearlinear.runtime.local.tls import identity as identity_of
+from nearlinear.runtime.local.update import Sizes, hash_of, silence
+from nearlinear.units import seconds
+
+VERSION = 1
+AGAIN_S = 0.5  # the longest pause between two calls
+GOODBYE_S = 2.0  # the longest that a goodbye is waited for
+SLOWEST = 1e4  # bytes per second, of a link that one could train over
+
+_READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What a member learns when a round is over, or when it enters.
+
+    Args:
+        round: The round in hand from now on.
+        outer: The outer parameters and buffers it starts from, shape ``(n,)``; not to be changed.
+        counted: The update under way is in them; whatever else was learnt since then is not.
+        every: Steps until the next update.
+        members: How many are here.
+        share: Where this member's part of every batch begins and ends, as fractions.
+        place: Pass and batch of every loader, as far as the run has come.
+        at: Steps that the run has made.
+        behind: How many of them the one whose learning rates follow has missed; nobody's schedule is truer.
+        rates: Its learning rates, of every group of the optimizer.
+    """
+
+    round: int
+    outer: Floats
+    counted: bool
+    every: int
+    members: int
+    share: tuple[float, float]
+    place: list[tuple[int, int]]
+    at: int
+    behind: int
+    rates: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What a member has to tell.
+
+    Args:
+        after: The newest news when it was made; if there is newer, it is too late, and that news says so.
+        change: The pseudo-gradient: outer parameters less what they have become here, shape ``(n,)``.
+        samples: What it counts for in the mean; with 0 it only says that it is ready.
+        steps: Steps it was made in.
+        seconds: Their time.
+        at: Steps that the run has made, as far as is known here.
+        behind: How many of them this member was not there for.
+        place: Pass and batch of every loader.
+        rates: Learning rates of every group of the optimizer, by this member's own schedule.
+    """
+
+    after: News
+    change: Floats
+    samples: float
+    steps: int
+    seconds: float
+    at: int = 0
+    behind: int = 0
+    place: Sequence[tuple[int, int]] = ()
+    rates: Sequence[float] = ()
+
+
+@dataclass(slots=True)
+class _Asked:
+    name: str
+    value: Any
+    answer: queue.SimpleQueue[Any]
+
+
+class Member:
+    """One process's part in the rounds; ``join`` makes one.
+
+    Attributes:
+        number: Which member of the run it is.
+        called: The round in which it is to send what it has, being new in it; -1: none.
+    """
+
+    @classmethod
+    def join(
+        cls,
+        ticket: Ticket,
+        name: str,
+        sizes: Sizes,
+        layout: str,
+        initial: Callable[[], Floats],
+        *,
+        codec: str = "int8",
+        every: int = 0,
+        say: Callable[[str], None] = lambda line: None,
+        deadline_s: float = 300.0,
+        silence_s: float = 5.0,
+        beat_s: float = 1.0,
+        identity: str | None = None,
+    ) -> Self:
+        """Return a member that has entered; its first ``news`` is there.
+
+        Args:
+            ticket: Of the run.
+            name: This machine's name, for messages.
+            sizes: How much it trains.
+            layout: A digest of the names and shapes, which must be the same on all members.
+            initial: Gives the parameters to begin with, if this is the first member of the run.
+            codec: Of updates, if this is the first member.
+            every: Steps per round, if this is the first member; 0: chosen from the measured link.
+            say: Told, in the member's thread, what a person should know.
+            deadline_s: Seconds to keep trying, now and whenever the connection breaks.
+            silence_s: Seconds of silence after which the centre is called anew.
+            beat_s: Seconds between two beats.
+            identity: What it is known by when it comes back; ``None``: one of its own.
+
+        Raises:
+            InputError: The run does not know the ticket's key, or refuses this member.
+            PeerLostError: Nobody answered within ``deadline_s``.
+        """
+        hello = {"version": VERSION, "identity": identity or secrets.token_hex(16), "name": name, "layout": layout}
+        hello |= {"parameters": sizes.parameters, "buffers": sizes.buffers, "codec": codec, "every": every}
+        member = cls(ticket, sizes, hello, initial, say, deadline_s, silence(silence_s, sizes), beat_s)
+        try:
+            member._wait_until_entered(deadline_s + sizes.state_bytes / SLOWEST)
+        except BaseException:
+            member.leave()
+            raise
+        return member
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        sizes: Sizes,
+        hello: dict[str, Any],
+        initial: Callable[[], Floats],
+        say: Callable[[str], None],
+        deadline_s: float,
+        silence_s: float,
+        beat_s: float,
+    ) -> None:
+        self.number = self.called = -1
+        self.received = self.sent = 0  # bytes, of connections that are over
+        self._where = f"{ticket.host}:{ticket.port}"
+        self._ticket, self._sizes, self._hello, self._initial, self._say = ticket, sizes, hello, initial, say
+        self._deadline_s, self._silence_s, self._beat_s = deadline_s, silence_s, beat_s
+        self._identity = identity_of(ticket.key)
+        self._last: News | None = None
+        self._hash = ""  # of its outer parameters
+        self._who: list[str] = []  # identities of those whose updates were in the round before
+        self._run = ""
+        self._codec = "fp32"
+        self._feedback = Feedback("fp32", sizes.parameters)
+        self._alone = False
+        self._under_way: Update | None = None
+        self._delivered = 0.0  # when
+        self._exchange_s = 0.0
+        self._asked: dict[str, _Asked] = {}
+        self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[Update | _Asked] = queue.SimpleQueue()
+        self._error: NearlinearError | None = None
+        self._leave = False
+        self._entered = False  # on this connection
+        self._in, self._over = threading.Event(), threading.Event()
+        self._connection: Connection | None = None
+        self._bell, self._button = socket.socketpair()
+        self._bell.setblocking(False)
+        self._button.setblocking(False)
+        self._thread = threading.Thread(target=self._serve, name="nearlinear-member", daemon=True)
+        self._thread.start()
+
+    def deliver(self, update: Update) -> None:
+        """Begin to send an update; the next ``news`` says whether it counted."""
+        self._orders.put(update)
+        self._ring()
+
+    def news(self, timeout_s: float = 0.0) -> News:
+        """Return the oldest news that was not returned yet, after waiting up to ``timeout_s`` for it.
+
+        Raises:
+            queue.Empty: There is none.
+            NearlinearError: The run is lost to this member; the message says why.
+        """
+        until = time.monotonic() + timeout_s
+        while True:
+            try:
+                return self._news.get(timeout=max(0.0, min(0.5, until - time.monotonic())))
+            except queue.Empty:
+                if self._error is not None:
+                    raise self._error from None
+                if time.monotonic() >= until:
+                    raise
+
+    def agree(self, name: str, value: Any) -> Any:
+        """Return what the first member of the run that asked under ``name`` gave as its value.
+
+        Args:
+            name: The same on all members.
+            value: JSON.
+
+        Raises:
+            NearlinearError: The run is lost to this member.
+            PeerLostError: The centre did not answer in time.
+        """
+        if len(json.dumps(value)) > TEXT:
+            raise InputError(f"{name} takes more than {TEXT} bytes; it is too much to agree on")
+        asked = _Asked(name, value, queue.SimpleQueue())
+        self._orders.put(asked)
+        self._ring()
+        until = time.monotonic() + self._deadline_s
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return asked.answer.get(timeout=0.5)
+            if self._error is not None:
+                raise self._error
+            if time.monotonic() > until:
+                raise PeerLostError(f"{self._where} did not answer within {seconds(self._deadline_s)} about {name}")
+
+    def leave(self) -> None:
+        """Say goodbye, and end the thread."""
+        self._leave = True
+        self._ring()
+        self._thread.join(5.0 + self._beat_s)
+
+    def _wait_until_entered(self, limit_s: float) -> None:
+        until = time.monotonic() + limit_s
+        while not self._in.wait(0.2):
+            if self._error is not None:
+                raise self._error
+            if time.monotonic() > until:
+                raise PeerLostError(f"{self._where} did not send the run's state within {seconds(limit_s)}")
+
+    def _ring(self) -> None:
+        with contextlib.suppress(OSError):  # it is rung already, or the thread has ended
+            self._button.send(b".")
+
+    # ---- the thread
+
+    def _serve(self) -> None:
+        try:
+            while not self._leave:
+                self._call()
+                self._talk()
+        except NearlinearError as error:
+            self._error = error
+        finally:
+            if self._error is None and not self._leave:  # a fault of ours, whose trace is on the screen
+                self._error = NearlinearError(f"this member's thread ended, so it is cut off from {self._where}")
+            self._over.set()
+            if self._connection is not None:
+                self._hang_up(self._connection)
+            self._bell.close()
+            self._button.close()
+
+    def _call(self) -> None:
+        """Call the centre until it answers.
+
+        Raises:
+            InputError: It does not take the key.
+            PeerLostError: The deadline is over.
+        """
+        until, pause = time.monotonic() + self._deadline_s, 0.02
+        while not self._leave:
+            try:
+                self._connection = self._dial(min(10.0, self._deadline_s))
+                return
+            except ssl.SSLCertVerificationError as error:
+                raise self._wrong_key() from error
+            except OSError as error:
+                if isinstance(error, ssl.SSLError) and "ALERT" in str(error.reason or ""):
+                    raise self._wrong_key() from error
+                if time.monotonic() + pause >= until:
+                    raise PeerLostError(
+                        f"{self._where} did not answer within {seconds(self._deadline_s)} ({error}); check that "
+                        "`nearlinear run --listen` runs there and that its port can be reached from here"
+                    ) from error
+            pause = min(2 * pause, AGAIN_S)
+            self._over.wait(pause)
+
+    def _wrong_key(self) -> InputError:
+        return InputError(
+            f"the run at {self._where} has another key than this ticket; copy the ticket that it prints now"
+        )
+
+    def _dial(self, limit_s: float) -> Connection:
+        sock = socket.create_connection((self._ticket.host, self._ticket.port), timeout=limit_s)
+        try:
+            tune(sock)
+            wrapped = self._identity.wrap(sock, listening=False)
+        except BaseException:
+            sock.close()
+            raise
+        try:
+            wrapped.do_handshake()
+            self._identity.require_own(wrapped)
+            connection = Connection(wrapped, self._identity, self._bound, time.monotonic())
+            connection.shaken = True
+        except BaseException:
+            wrapped.close()
+            raise
+        connection.send("hello", round=0 if self._last is None else self._last.round, **self._hello)
+        return connection
+
+    def _talk(self) -> None:
+        """Serve one connection until it breaks, or this member leaves."""
+        connection = self._connection
+        if connection is None:
+            return
+        heard, next_beat, turn = time.monotonic(), 0.0, time.monotonic()
+        selector = selectors.DefaultSelector()
+        selector.register(self._bell, selectors.EVENT_READ)
+        selector.register(connection.sock, selectors.EVENT_READ)
+        try:
+            while True:
+                connection.flush()
+                if self._leave:
+                    self._say_goodbye(connection)
+                    return
+                now = time.monotonic()
+                wait = 0.0 if connection.more else max(0.0, next_beat - now)
+                selector.modify(connection.sock, _READ | (_WRITE if connection.writing else 0))
+                ready = {key.fileobj for key, _ in selector.select(wait)}
+                now, before = time.monotonic(), turn
+                turn = now
+                if now - before > self._beat_s + self._silence_s / 2:
+                    heard = now  # this process stood still: nobody could be heard
+                if self._bell in ready:
+                    self._bell.recv(4096)
+                if connection.sock in ready or connection.more:
+                    heard = now
+                    for header, payload in connection.receive():
+                        self._hear(connection, header, payload)
+                self._take_orders(connection)
+                if now - heard > self._silence_s:
+                    raise TimeoutError(f"silent for {now - heard:.0f} s")
+                if now >= next_beat:
+                    next_beat = now + self._beat_s
+                    if not connection.unsent:
+                        connection.send("beat")
+        except OSError as error:
+            if not self._run and isinstance(error, ssl.SSLError):
+                # Under TLS 1.3 the side that calls learns only now that its certificate was not taken.
+                raise self._wrong_key() from error
+            if self._run and not self._leave:
+                self._say(f"the connection to {self._where} broke ({error}); training goes on, and it is called again")
+        except Malformed as error:
+            raise NearlinearError(f"{self._where} sent what is no message of a run ({error})") from None
+        finally:
+            selector.close()
+            self._hang_up(connection)
+
+    def _hang_up(self, connection: Connection) -> None:
+        if not connection.closed:
+            self.received += connection.received
+            self.sent += connection.sent
+            connection.close()
+        self._connection, self._entered = None, False
+
+    def _say_goodbye(self, connection: Connection) -> None:
+        connection.send("leave")
+        connection.sock.settimeout(GOODBYE_S)
+        connection.flush()
+        # Closed with bytes unread, the connection would be reset and the goodbye might be lost: the centre hangs up.
+        with contextlib.suppress(OSError):
+            while connection.sock.recv(1 << 16):
+                pass
+
+    def _bound(self, header: Header) -> int:
+        kind = header["kind"]
+        if kind == "state":
+            return self._sizes.state_bytes
+        if kind == "result":
+            codec = text(header, "codec")
+            if codec not in ("fp32", self._codec):
+                raise Malformed(f"codec {codec!r} in a run of {self._codec}")
+            return self._sizes.update_bytes(codec) if number(header, "samples") else 0
+        return TEXT if kind == "agreed" else 0
+
+    # ---- what comes in
+
+    def _hear(self, connection: Connection, header: Header, payload: memoryview) -> None:
+        match header["kind"]:
+            case "refused":
+                raise InputError(f"the run at {self._where} refuses this member: {text(header, 'why', 500)}")
+            case "welcome":
+                self._welcomed(header)
+            case "found":
+                self._give_state(connection)
+            case "state":
+                self._enter(header, payload)
+            case "result":
+                self._result(header, payload)
+            case "close":
+                self.called = whole(header, "round")
+            case "agreed":
+                asked = self._asked.pop(text(header, "name"), None)
+                if asked is not None:
+                    asked.answer.put(text_of(payload))
+            case "rejected":
+                self._say(f"the update of round {whole(header, 'round')} was not admitted: {text(header, 'why')}")
+            case "beat":
+                pass
+            case kind:
+                raise Malformed(f"{kind[:20]!r} from the centre")
+
+    def _welcomed(self, header: Header) -> None:
+        run, codec = text(header, "run"), text(header, "codec")
+        if self._run and run != self._run:
+            self._say(f"{self._where} was started anew; the run goes on from the member that has come farthest")
+        self._run, self.number = run, whole(header, "number")
+        if codec != self._codec:
+            self._codec, self._feedback = codec, Feedback(codec, self._sizes.parameters)
+        # What was asked and not answered is asked again.
+        for asked in self._asked.values():
+            self._orders.put(asked)
+
+    def _give_state(self, connection: Connection) -> None:
+        outer, there = (self._initial(), 0) if self._last is None else (self._last.outer, self._last.round)
+        connection.send("state", np.ascontiguousarray(outer, "<f4").view(np.uint8), round=there, who=self._who)
+
+    def _enter(self, header: Header, payload: memoryview) -> None:
+        if len(payload) != self._sizes.state_bytes:
+            raise Malformed(f"a state of {len(payload)} bytes, where {self._sizes.state_bytes} were due")
+        outer = np.frombuffer(payload, "<f4").astype(np.float32, copy=False)
+        self._require(hash_of(outer) == text(header, "hash"), "the state that it sent")
+        update = self._under_way
+        # The centre counts an update once; that this member missed the news of it changes nothing.
+        counted = update is not None and header.get("counted") == update.after.round
+        self._entered = True
+        self._tell(header, outer, counted=counted)
+        self._in.set()
+
+    def _result(self, header: Header, payload: memoryview) -> None:
+        if self._last is None or whole(header, "round") != self._last.round + 1:
+            raise Malformed(f"the result of round {whole(header, 'round') - 1}, which is not in hand")
+        counted, outer = truth(header, "counted"), self._last.outer
+        if number(header, "samples"):
+            outer = outer - self._sizes.decode(text(header, "codec"), payload)
+        self._require(hash_of(outer) == text(header, "hash"), f"round {self._last.round}")
+        if counted:
+            self._exchange_s = max(0.0, time.monotonic() - self._delivered - number(header, "held"))
+        self._tell(header, outer, counted=counted and self._under_way is not None)
+
+    def _require(self, equal: bool, what: str) -> None:
+        if not equal:
+            raise DriftError(
+                f"this member and {self._where} hold other bits after {what}; one of them computes wrongly"
+            )
+
+    def _tell(self, header: Header, outer: Floats, *, counted: bool) -> None:
+        share = header.get("share")
+        if not isinstance(share, list) or len(share) != 2:
+            raise Malformed("without a share of two numbers")
+        begin, end = number({"n": share[0]}, "n"), number({"n": share[1]}, "n")
+        self._feedback.settle(counted=counted)
+        self._who = texts(header, "who")
+        self._under_way, self._hash = None, text(header, "hash")
+        members = whole(header, "members")
+        self._alone = members <= 1
+        every, place = whole(header, "every", 1), places(header, "place")
+        at, behind, rates = whole(header, "at"), whole(header, "behind"), numbers(header, "rates")
+        self._last = News(
+            whole(header, "round"), outer, counted, every, members, (begin, end), place, at, behind, rates
+        )
+        self._news.put(self._last)
+
+    # ---- what goes out
+
+    def _take_orders(self, connection: Connection) -> None:
+        while self._entered and not self._orders.empty():
+            order = self._orders.get()
+            if isinstance(order, _Asked):
+                self._asked[order.name] = order
+                connection.send("agree", json.dumps(order.value).encode(), name=order.name)
+            elif order.after is self._last:  # else it is too late, as the training thread will read in the news
+                self._send(connection, order)
+
+    def _send(self, connection: Connection, update: Update) -> None:
+        self._under_way, self._delivered = update, time.monotonic()
+        # What is sent to nobody but the centre need not be short.
+        codec = "fp32" if self._alone else self._codec
+        payload = self._sizes.encode(codec, update.change, self._feedback) if update.samples else b""
+        connection.send(
+            "update",
+            payload,
+            round=update.after.round,
+            base=self._hash,
+            samples=update.samples,
+            steps=update.steps,
+            seconds=update.seconds,
+            exchange=self._exchange_s,
+            codec=codec,
+            at=update.at,
+            behind=update.behind,
+            place=list(update.place),
+            rates=list(update.rates),
+        )

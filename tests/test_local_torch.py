@@ -1,0 +1,458 @@
+"""Strategy `local` as a user sees it: two commands, real processes, members that come late, die, stop and come back."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import pytest
+
+from nearlinear.cli.main import main
+from nearlinear.core.plan import Plan
+from nearlinear.errors import InputError
+from nearlinear.testing import Network, can_emulate
+from nearlinear.testing.links import Host
+
+pytest.importorskip("cryptography")
+pytestmark = pytest.mark.timeout(150)
+
+DEADLINE_S = 60.0
+LOOK_S = 0.2
+
+# Prints, after every pass, a digest of the outer parameters, which every member has then.
+TRAIN = """
+import hashlib, os, sys, time
+from pathlib import Path
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import nearlinear as nl
+
+passes, stop = int(sys.argv[1]), Path(sys.argv[2])
+torch.manual_seed(0)
+generator = torch.Generator().manual_seed(7)
+x = torch.randn(192, 10, generator=generator)
+y = (x @ torch.randn(10, 3, generator=generator)).argmax(1)
+model = nn.Sequential(nn.Linear(10, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 3))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+loader = DataLoader(TensorDataset(x, y), batch_size=48, shuffle=True)
+tests = DataLoader(TensorDataset(x, y), batch_size=50)
+model, optimizer, loader, tests = nl.distribute(model, optimizer, loader, tests, strategy=nl.Plan("local", every=3))
+schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (1 + step / 50) ** -0.5)
+rate = 0.0
+
+
+def note_rate(*_):
+    global rate
+    rate = optimizer.param_groups[0]["lr"]
+
+
+optimizer.register_step_pre_hook(note_rate)
+print("entered", flush=True)
+for number in range(passes):
+    model.train()
+    steps = 0
+    for a, b in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(a), b).backward()
+        optimizer.step()
+        schedule.step()
+        steps += 1
+        time.sleep(0.01)
+    model.eval()
+    with torch.no_grad():
+        right = sum(nl.total((model(a).argmax(1) == b).sum()) for a, b in tests)
+    outer = b"".join(p.detach().numpy().tobytes() for p in (*model.parameters(), model[1].running_var))
+    print("pass", number, steps, int(right), hashlib.md5(outer).hexdigest(), rate, flush=True)
+    if stop.exists() and steps:
+        break
+"""
+
+
+class Command:
+    """`nearlinear ...` in a session of its own, and what it writes."""
+
+    def __init__(self, *arguments: str, host: Host | None = None, **env: str) -> None:
+        command = [sys.executable, "-m", "nearlinear", *arguments]
+        self.process = subprocess.Popen(
+            command if host is None else host.command(command),
+            env={**os.environ, "OMP_NUM_THREADS": "1", "NEARLINEAR_DEADLINE": "60 s", **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.lines: list[str] = []
+        self._more = threading.Condition()
+        self._readers = [
+            threading.Thread(target=self._read, args=(f,)) for f in (self.process.stdout, self.process.stderr)
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, file: IO[str] | None) -> None:
+        assert file is not None
+        for line in file:
+            with self._more:
+                self.lines.append(line.rstrip())
+                self._more.notify_all()
+
+    def line(self, pattern: str, after: int = 0) -> re.Match[str]:
+        """Return the first line that matches, waiting for it."""
+
+        def found() -> re.Match[str] | None:
+            return next((match for line in self.lines[after:] if (match := re.search(pattern, line))), None)
+
+        with self._more:
+            for _ in range(int(DEADLINE_S / LOOK_S)):
+                if self._more.wait_for(lambda: found() is not None, LOOK_S) or self.process.poll() is not None:
+                    break
+        for reader in self._readers if self.process.poll() is not None else ():
+            reader.join(10)
+        match = found()
+        assert match is not None, f"no line {pattern!r} in {self.lines[-20:]}"
+        return match
+
+    def end(self) -> int:
+        """Return its exit code."""
+        code = self.process.wait(DEADLINE_S)
+        for reader in self._readers:
+            reader.join(10)
+        return code
+
+    def rank(self) -> int:
+        """Return the process number of the script that it runs."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        scripts = [pid for pid in children if "train.py" in Path(f"/proc/{pid}/cmdline").read_text()]
+        assert len(scripts) == 1, children
+        return int(scripts[0])
+
+    def passes(self) -> dict[int, Pass]:
+        """Return, by number, the passes it told of."""
+        told = [line.split("pass ")[1].split() for line in self.lines if re.search(r"pass \d+ \d+ \d+ \w+ \S+$", line)]
+        return {int(each[0]): Pass(int(each[1]), int(each[2]), each[3], float(each[4])) for each in told}
+
+
+class Pass(NamedTuple):
+    """A pass over the data: its steps, how many samples were right after it, the outer state, the learning rate."""
+
+    steps: int
+    right: int
+    digest: str
+    rate: float
+
+
+class Runs:
+    def __init__(self, folder: Path) -> None:
+        self.script, self.stop = folder / "train.py", folder / "stop"
+        self.script.write_text(TRAIN)
+        self.commands: list[Command] = []
+        self.ticket = ""
+
+    def listen(self, passes: int = 500, host: Host | None = None, **env: str) -> Command:
+        where = "127.0.0.1" if host is None else host.address
+        arguments = ("run", "--listen", f"{where}:0", "--record", "none", str(self.script), str(passes), str(self.stop))
+        command = self._start(*arguments, host=host, **env)
+        self.ticket = command.line(rf"^nearlinear join (nl1:{re.escape(where)}:\d+:\S{{32}}) .*train\.py")[1]
+        return command
+
+    def join(self, passes: int = 500, host: Host | None = None, **env: str) -> Command:
+        # With a record, as without one the command becomes the script itself.
+        record = str(self.script.parent / f"record-{len(self.commands)}.jsonl")
+        arguments = ("join", "--record", record, self.ticket, str(self.script), str(passes), str(self.stop))
+        return self._start(*arguments, host=host, **env)
+
+    def _start(self, *arguments: str, host: Host | None = None, **env: str) -> Command:
+        self.commands.append(Command(*arguments, host=host, **env))
+        return self.commands[-1]
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Runs]:
+    made = Runs(tmp_path)
+    yield made
+    for command in made.commands:
+        if command.process.poll() is None:
+            os.killpg(command.process.pid, signal.SIGKILL)
+            command.process.wait()
+
+
+def assert_equal_where_both_were(a: Command, b: Command, since: int) -> None:
+    mine, others = a.passes(), b.passes()
+    common = [number for number in mine if number in others and number >= since and others[number].steps]
+    assert common, (mine, others)
+    for number in common:
+        assert mine[number][1:3] == others[number][1:3], f"pass {number} ended with other parameters"
+        # Who was not always here steps at the rate that the run had a round before: three steps of a slow decay.
+        assert others[number].rate == pytest.approx(mine[number].rate, rel=0.03)
+
+
+def test_a_member_that_comes_late_is_killed_and_comes_again_while_the_others_train(runs: Runs) -> None:
+    first = runs.listen()
+    first.line(r"pass 1 4 ")
+    second = runs.join()
+    second.line(r"pass \d+ [1-4] ")
+    assert second.passes()[0].steps == 0, "a pass that the run has left behind is empty"
+    first.line("member 1 on .* joined at round")
+    now = len(first.lines)
+    os.kill(second.rank(), signal.SIGKILL)
+    first.line("member 1 on .* hung up; round .* goes on without it", now)
+    first.line(r"pass \d+ 4 ", now)
+    third = runs.join()
+    third.line("member 2 of the run")
+    seen = len(third.lines)
+    third.line(r"pass \d+ 4 ", seen)
+    last = max(third.passes())
+    third.line(rf"pass {last + 3} 4 ")
+    runs.stop.touch()
+    assert third.end() == 0 and first.end() == 0 and second.end() == 128 + signal.SIGKILL
+    assert_equal_where_both_were(first, third, since=last + 1)
+    assert max(each.right for each in first.passes().values()) >= 180, "of 192: it has learnt"
+    first.line(r"\d+ rounds; received .* from the members, sent ")
+
+
+def test_the_others_go_on_when_the_process_beside_the_centre_dies(runs: Runs) -> None:
+    first = runs.listen()
+    second = runs.join()
+    second.line(r"pass \d+ 4 ")
+    os.kill(first.rank(), signal.SIGKILL)
+    first.line("member 0 on .* hung up")
+    first.line("1 member still trains; the run lasts until the last has left")
+    seen = len(second.lines)
+    second.line(r"pass \d+ 4 ", seen)
+    runs.stop.touch()
+    assert second.end() == 0 and first.end() == 128 + signal.SIGKILL
+
+
+def test_a_stopped_member_is_left_behind_and_comes_back(runs: Runs) -> None:
+    first = runs.listen(NEARLINEAR_SILENCE="2 s")
+    second = runs.join(NEARLINEAR_SILENCE="2 s")
+    second.line(r"pass \d+ 4 ")
+    rank = second.rank()
+    os.kill(rank, signal.SIGSTOP)
+    now = len(first.lines)
+    first.line("member 1 on .* was silent for [23] s; round .* goes on without it", now)
+    first.line(r"pass \d+ 4 ", now)
+    seen = len(second.lines)
+    os.kill(rank, signal.SIGCONT)
+    second.line("the connection to .* broke .*; training goes on, and it is called again", seen)
+    first.line("member 1 on .* joined at round", now)
+    second.line(r"pass \d+ 4 ", len(second.lines))
+    last = max(second.passes())
+    second.line(rf"pass {last + 3} ")
+    runs.stop.touch()
+    assert second.end() == 0 and first.end() == 0
+    assert_equal_where_both_were(first, second, since=last + 1)
+
+
+@pytest.mark.netns
+@pytest.mark.skipif(can_emulate() is not None, reason=str(can_emulate()))
+def test_a_member_whose_cable_is_pulled_comes_back_when_it_is_mended(runs: Runs) -> None:
+    with Network(hosts=2, rate="20 Mbit/s", delay="20 ms") as network:
+        first = runs.listen(host=network[0], NEARLINEAR_SILENCE="2 s")
+        second = runs.join(host=network[1], NEARLINEAR_SILENCE="2 s")
+        second.line(r"pass \d+ 4 ")
+        network[1].cut()
+        now, seen = len(first.lines), len(second.lines)
+        first.line("member 1 on host1 was silent for [23] s; round .* goes on without it", now)
+        first.line(r"pass \d+ 4 ", now)
+        second.line("the connection to .* broke .*; training goes on, and it is called again", seen)
+        network[1].mend()
+        first.line("member 1 on host1 joined at round", now)
+        second.line(r"pass \d+ 4 ", len(second.lines))
+        last = max(second.passes())
+        second.line(rf"pass {last + 3} ")
+        runs.stop.touch()
+        assert second.end() == 0 and first.end() == 0
+    assert_equal_where_both_were(first, second, since=last + 1)
+
+
+EXACT = """
+import sys, time
+from pathlib import Path
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import nearlinear as nl
+
+out, here, members = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+x = torch.randn(100, 10)
+loader = DataLoader(TensorDataset(x, x[:, :3].argmax(1)), batch_size=8, shuffle=True)
+model, optimizer, loader = nl.distribute(model, optimizer, loader, strategy=nl.Plan("local", every=1, compress="fp32"))
+(here / Path(out).name).touch()
+while len(list(here.iterdir())) < members:
+    time.sleep(0.02)
+step = 0
+for _ in range(3):
+    for a, b in loader:
+        model.train()
+        optimizer.param_groups[0]["lr"] = 0.2 if step >= 3 else 0.0  # (1)
+        optimizer.zero_grad()
+        F.cross_entropy(model(a), b).backward()
+        optimizer.step()
+        step += 1
+        model.eval()
+        with torch.no_grad():
+            model(x[:1])  # (2)
+assert step == 39
+torch.save(model.state_dict(), out + ".pt")
+"""
+# (1) Members learn their shares with the news of a round, so the first ones teach nothing.
+# (2) An evaluation waits for the round; without it the next step would begin meanwhile.
+
+
+def test_with_a_round_per_step_the_numbers_are_those_of_one_process(tmp_path: Path, runs: Runs) -> None:
+    import torch
+
+    runs.script.write_text(EXACT)
+    here = tmp_path / "here"
+    here.mkdir()
+    alone = subprocess.run(
+        [sys.executable, str(runs.script), str(tmp_path / "alone"), str(here), "0"], capture_output=True, text=True
+    )
+    assert alone.returncode == 0, alone.stderr
+    (here / "alone").unlink(missing_ok=True)
+    first = runs._start("run", "--listen", "127.0.0.1:0", str(runs.script), str(tmp_path / "a"), str(here), "2")
+    runs.ticket = first.line(r"(nl1:\S+)")[1]
+    second = runs._start("join", runs.ticket, str(runs.script), str(tmp_path / "b"), str(here), "2")
+    assert first.end() == 0 and second.end() == 0, (first.lines, second.lines)
+    one, two, both = (torch.load(tmp_path / f"{name}.pt") for name in ("alone", "a", "b"))
+    for name, tensor in one.items():
+        assert torch.equal(two[name], both[name])
+        torch.testing.assert_close(two[name], tensor, rtol=1e-5, atol=1e-6)  # 39 steps of float32
+
+
+def test_on_one_process_the_strategy_changes_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    said = []
+    for strategy in ("data", "local"):
+        result = subprocess.run(
+            [sys.executable, str(script), "2", str(tmp_path / "stop")],
+            env={**os.environ, "NEARLINEAR_STRATEGY": strategy, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+        assert result.returncode == 0, result.stderr
+        said.append(result.stdout)
+    assert said[0] == said[1]
+
+
+def test_a_plan_says_how_members_train_apart() -> None:
+    assert str(Plan("local", every=30)) == "local updates, rounds of 30 steps, int8 on the wire"
+    plan = Plan("local", compress="topk")
+    assert str(plan) == "local updates, rounds as long as the measured link asks for, topk on the wire"
+    assert Plan.from_json(plan.to_json()) == plan
+    for fields, error in (
+        ({"every": 3}, "every is 3, and strategy 'data' has none; ask for 'local'"),
+        ({"strategy": "local", "every": 0}, "every is 0; it must be at least 1"),
+        ({"compress": "int8"}, "unknown compression 'int8'; choose None or 'bf16'"),
+        ({"strategy": "local", "compress": "zip"}, "choose None or 'fp32' or 'bf16' or 'int8' or 'int4' or 'topk'"),
+    ):
+        with pytest.raises(InputError, match=error):
+            Plan(**fields)  # type: ignore[arg-type]
+
+
+# ---- what cannot be, said in one line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ("run -n 2 --listen 127.0.0.1:0 {script}", "one process of each machine trains so far; leave out -n"),
+        ("run --strategy data --listen 127.0.0.1:0 {script}", "--strategy data needs fast links"),
+        ("run --listen 4242 {script}", "--listen '4242' is not HOST:PORT; write it like --listen 0.0.0.0:4242"),
+        ("run --listen 192.0.2.1:4242 {script}", "cannot listen on 192.0.2.1:4242"),
+        ("run --address 1.2.3.4 {script}", "--address says where --listen is reached"),
+        ("join nl1:host:1:short {script}", "that is not a ticket; copy the whole word"),
+        ("join @no-such-file {script}", "the ticket in 'no-such-file' cannot be read"),
+    ],
+)
+def test_a_command_that_cannot_be_is_refused(
+    arguments: str, error: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text("")
+    assert main([word.format(script=tmp_path / "train.py") for word in arguments.split()]) == 2
+    assert error in capfd.readouterr().err
+
+
+BUILD = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+import nearlinear as nl
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from torch.zeros(8, 2)
+
+model = nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("nl.distribute(model)", "strategy 'local' counts the optimizer's steps; hand the optimizer over too"),
+        ("nl.distribute(model, optimizer)\nnl.distribute(model, optimizer)", "trains one model, and distribute was"),
+        ("nl.distribute(model, optimizer, DataLoader(Stream(), batch_size=2))", "a loader's is an IterableDataset"),
+        ("nl.distribute(model.to(torch.complex64), None)", "averages real numbers"),
+    ],
+)
+def test_a_script_that_cannot_be_distributed_is_refused(
+    text: str, error: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text(BUILD + text)
+    assert main(["run", "--listen", "127.0.0.1:0", "--record", "none", str(tmp_path / "train.py")]) == 2
+    assert error in capfd.readouterr().err
+
+
+def test_processes_of_one_machine_are_sent_elsewhere(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text(BUILD + "nl.distribute(model, optimizer, strategy='local')")
+    assert main(["run", "-n", "2", "--record", "none", str(tmp_path / "train.py")]) == 2
+    assert "these are 2 processes of one run" in capfd.readouterr().err
+
+
+BROKEN = """
+nl.distribute(model, optimizer)
+for _ in range(3):
+    (model(torch.ones(1, 2)) * torch.nan).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_model_that_is_not_finite_ends_this_member_by_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text(BUILD + BROKEN)
+    assert main(["run", "--listen", "127.0.0.1:0", "--record", "none", str(tmp_path / "train.py")]) == 1
+    assert "after step 1 3 of 3 parameters are not finite on this member" in capfd.readouterr().err
+
+
+HOOKS = """
+import copy, io, pickle
+nl.distribute(model, optimizer)
+for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    again.eval()
+    with torch.no_grad():
+        again(torch.ones(1, 2))
+print("copied")
+"""
+
+
+def test_a_model_can_still_be_copied_and_pickled(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text(BUILD + HOOKS)
+    assert main(["run", "--listen", "127.0.0.1:0", "--record", "none", str(tmp_path / "train.py")]) == 0
+    assert "copied" in capfd.readouterr().out

@@ -8,6 +8,8 @@ none for a wrong weight. All ranks agree to the last bit, which the driver check
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -18,22 +20,33 @@ from conftest import TESTS, names_in, run
 CASES = names_in("equality/cases.py", "case")
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
-def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path, str]:
-    """All cases on so many processes, started once."""
-    folder = tmp_path_factory.getbasetemp() / "equality"
-    folder.mkdir(exist_ok=True)
-    result: subprocess.CompletedProcess[str] = run(request.param, TESTS / "equality/driver.py", str(folder))
-    return request.param, folder, result.stdout + result.stderr
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[tuple[Path, str]]]:
+    """All cases on one process, under way: it has a core, and the others the rest."""
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(cases_on, 1, tmp_path_factory.mktemp("one"))
+
+
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.full), 3])
+def ran(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, one: Future[tuple[Path, str]]
+) -> tuple[tuple[Path, str], tuple[Path, str]]:
+    """All cases on one process and on so many, started once."""
+    many = cases_on(request.param, tmp_path_factory.mktemp("many"))
+    return one.result(), many
+
+
+def cases_on(n: int, folder: Path) -> tuple[Path, str]:
+    result: subprocess.CompletedProcess[str] = run(n, TESTS / "equality/driver.py", str(folder))
+    return folder, result.stdout + result.stderr
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES)
-def test_n_processes_have_the_numbers_of_one(name: str, ran: tuple[int, Path, str]) -> None:
-    n, folder, log = ran
-    mine = folder / f"{name}.{n}.npz"
-    assert mine.exists(), f"the case ended early:\n{log[-6000:]}"
-    one, many = np.load(folder / f"{name}.1.npz"), np.load(mine)
+def test_n_processes_have_the_numbers_of_one(name: str, ran: tuple[tuple[Path, str], tuple[Path, str]]) -> None:
+    for folder, log in ran:
+        assert (folder / f"{name}.npz").exists(), f"the case ended early:\n{log[-6000:]}"
+    one, many = (np.load(folder / f"{name}.npz") for folder, _ in ran)
     assert set(one) == set(many)
     for key in one:
         a, b = one[key], many[key]

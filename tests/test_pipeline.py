@@ -11,7 +11,8 @@ is added. All ranks agree to the last bit, which the driver checks itself.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,8 @@ WHOLE = names_in("pipeline/cases.py", "whole")  # where one pipeline sees the wh
 FAMILIES = names_in("pipeline/families.py", "family")
 # A mamba computes its scan in float32 (1e-7) whatever its parameters are in.
 LIMITS = {"autocast_to_bfloat16": 3e-2, "mamba": 1e-5}
-# What the default run has time for; the others are as different as the models of the family they stand beside.
+# What the default run has time for, two steps of each with every optimizer and number of microbatches, instead of five;
+# the others are as different as the models of the family they stand beside.
 QUICK = (
     "mlp_with_skips",
     "encoder_decoder_with_one_embedding_used_thrice",
@@ -32,44 +34,61 @@ QUICK = (
     "contrastive_loss_inside",
     "batches_of_ten_seven_three_and_one",
     "accumulation_clipping_and_a_scheduler",
+    "a_loss_function_whose_calls_are_unlike",
     "what_rank_0_alone_reads",
     "frozen_unused_and_ignored",
     "buffers_that_count",
     "autocast_to_bfloat16",
 )
 
-Ran = Callable[[int, int, tuple[str, ...]], tuple[Path, str]]
+Key = tuple[int, int, tuple[str, ...]]  # processes, stages, and the names of the cases
+
+
+class Runs:
+    """Cases on so many processes in so many stages, started once for all that a test may want of them.
+
+    Args:
+        make_folder: Makes a folder for what the cases note.
+    """
+
+    def __init__(self, make_folder: Callable[[], Path]) -> None:
+        self._make_folder = make_folder
+        self._under_way: dict[Key, Future[tuple[Path, str]]] = {}
+        self.pool = ThreadPoolExecutor(2)  # one process has a core, and the others the rest
+
+    def begin(self, *keys: Key) -> None:
+        """Let them run, at most two at once."""
+        for key in keys:
+            if key not in self._under_way:
+                self._under_way[key] = self.pool.submit(self._run, key, self._make_folder())
+
+    def _run(self, key: Key, folder: Path) -> tuple[Path, str]:
+        processes, stages, names = key
+        words = [str(folder), str(stages), "2" if names == QUICK else "5", *names]
+        result: subprocess.CompletedProcess[str] = run(processes, TESTS / "pipeline/driver.py", *words, timeout_s=900)
+        return folder, result.stdout + result.stderr
+
+    def noted(self, name: str, key: Key) -> Mapping[str, np.ndarray]:
+        """Return what a case has noted."""
+        self.begin(key)
+        folder, log = self._under_way[key].result()
+        mine = folder / f"{name}.npz"
+        found = dict(np.load(mine)) if mine.exists() else {}
+        assert found, f"the case ended early:\n{log[-6000:]}"
+        return found
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """Cases on so many processes in so many stages, started once for all that a test may want of them."""
-    folder = tmp_path_factory.mktemp("pipeline")
-    logs: dict[tuple[int, int, tuple[str, ...]], str] = {}
-
-    def start(processes: int, stages: int, names: tuple[str, ...]) -> tuple[Path, str]:
-        key = processes, stages, names
-        if key not in logs:
-            result: subprocess.CompletedProcess[str] = run(
-                processes, TESTS / "pipeline/driver.py", str(folder), str(stages), *names, timeout_s=900
-            )
-            logs[key] = result.stdout + result.stderr
-        return folder, logs[key]
-
-    return start
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    runs = Runs(lambda: tmp_path_factory.mktemp("pipeline"))
+    with runs.pool:
+        yield runs
 
 
-def require_equal(name: str, processes: int, stages: int, names: tuple[str, ...], ran: Ran) -> None:
-    one, many = noted(name, 1, 1, names, ran), noted(name, processes, stages, names, ran)
-    require_close(one, many, LIMITS.get(name, 1e-10))
-
-
-def noted(name: str, processes: int, stages: int, names: tuple[str, ...], ran: Ran) -> Mapping[str, np.ndarray]:
-    folder, log = ran(processes, stages, names)
-    mine = folder / f"{name}.{processes}.{stages}.npz"
-    found = dict(np.load(mine)) if mine.exists() else {}
-    assert found, f"the case ended early:\n{log[-6000:]}"
-    return found
+def require_equal(name: str, processes: int, stages: int, names: tuple[str, ...], ran: Runs) -> None:
+    one, many = (1, 1, names), (processes, stages, names)
+    ran.begin(one, many)
+    require_close(ran.noted(name, one), ran.noted(name, many), LIMITS.get(name, 1e-10))
 
 
 def require_close(one: Mapping[str, np.ndarray], many: Mapping[str, np.ndarray], limit: float) -> None:
@@ -86,7 +105,7 @@ def require_close(one: Mapping[str, np.ndarray], many: Mapping[str, np.ndarray],
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", QUICK)
-def test_two_stages_have_the_numbers_of_one_process(name: str, ran: Ran) -> None:
+def test_two_stages_have_the_numbers_of_one_process(name: str, ran: Runs) -> None:
     require_equal(name, 2, 2, QUICK, ran)
 
 
@@ -94,19 +113,19 @@ def test_two_stages_have_the_numbers_of_one_process(name: str, ran: Ran) -> None
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("name", [*EVERYWHERE, *WHOLE])
-def test_any_number_of_stages_has_the_numbers_of_one_process(name: str, stages: int, ran: Ran) -> None:
+def test_any_number_of_stages_has_the_numbers_of_one_process(name: str, stages: int, ran: Runs) -> None:
     require_equal(name, stages, stages, (*EVERYWHERE, *WHOLE), ran)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", EVERYWHERE)
-def test_two_pipelines_of_two_stages_have_the_numbers_of_one_process(name: str, ran: Ran) -> None:
+def test_two_pipelines_of_two_stages_have_the_numbers_of_one_process(name: str, ran: Runs) -> None:
     require_equal(name, 4, 2, tuple(EVERYWHERE), ran)
 
 
 @pytest.mark.timeout(900)
-def test_a_family_of_transformers_has_the_numbers_of_one_process(ran: Ran) -> None:
+def test_a_family_of_transformers_has_the_numbers_of_one_process(ran: Runs) -> None:
     pytest.importorskip("transformers")
     require_equal("llama", 2, 2, ("llama",), ran)
 
@@ -115,15 +134,15 @@ def test_a_family_of_transformers_has_the_numbers_of_one_process(ran: Ran) -> No
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_families_of_transformers_have_the_numbers_of_one_process(name: str, stages: int, ran: Ran) -> None:
+def test_families_of_transformers_have_the_numbers_of_one_process(name: str, stages: int, ran: Runs) -> None:
     pytest.importorskip("transformers")
     require_equal(name, stages, stages, tuple(FAMILIES), ran)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_dropout_draws_the_same_wherever_the_cuts_are(ran: Ran) -> None:
-    two, three = (noted("dropout", stages, stages, ("dropout",), ran) for stages in (2, 3))
+def test_dropout_draws_the_same_wherever_the_cuts_are(ran: Runs) -> None:
+    two, three = (ran.noted("dropout", (stages, stages, ("dropout",))) for stages in (2, 3))
     require_close(two, three, 1e-10)
-    one = noted("dropout", 1, 1, ("dropout",), ran)
+    one = ran.noted("dropout", (1, 1, ("dropout",)))
     assert one["0 loss"] != two["0 loss"]  # it does draw, and other numbers: this is said at the start

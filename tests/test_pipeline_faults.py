@@ -37,7 +37,7 @@ def killed(tmp_path: Path, ranks: int, rank: int, when: str) -> None:
             assert result.seconds - results[rank].seconds < 10
 
 
-@pytest.mark.parametrize(("rank", "when"), [(0, "3"), (1, "2b")])
+@pytest.mark.parametrize(("rank", "when"), [pytest.param(0, "3", marks=pytest.mark.full), (1, "2b")])
 def test_a_killed_stage_ends_the_others_with_its_number(tmp_path: Path, rank: int, when: str) -> None:
     killed(tmp_path, 2, rank, when)
 

@@ -622,7 +622,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _ran(1, tmp_path_factory.mktemp("one"))
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.full), 3])
 def split(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
     return request.param, _ran(request.param, tmp_path_factory.mktemp("several"))
 

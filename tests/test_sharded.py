@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -51,18 +52,21 @@ for (x,) in loader:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Everything that takes a run, in three runs; and what they wrote."""
-    folder, log = tmp_path_factory.mktemp("sharded"), ""
+    """Everything that takes a run, in four runs, two at once; and what they wrote."""
+    folder = tmp_path_factory.mktemp("sharded")
 
-    def once(n: int, *parts: str) -> None:
-        nonlocal log
+    def once(n: int, *parts: str) -> str:
         result: subprocess.CompletedProcess[str] = run(n, DRIVER, str(folder), *parts)
-        log += result.stdout + result.stderr
+        return result.stdout + result.stderr
 
-    once(3, "record", "cases", "save:sharded:three", "save:data:copies", "load:sharded:three:three-from-three")
-    once(1, "record", "cases", "save:data:one", *(f"load:data:{n}:one-from-{n}" for n in ("one", "three", "copies")))
-    loads = [f"load:sharded:{name}:two-from-{name}" for name in ("one", "three", "copies")]
-    once(2, *loads, "load:data:three:data-from-three", "refusals")
+    saved = ("one", "three", "copies")
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(once, 1, "record", "cases", "save:data:one")
+        three = ["save:sharded:three", "save:data:copies", "load:sharded:three:three-from-three"]
+        log = once(3, "record", "cases", *three) + one.result()
+        one = pool.submit(once, 1, *(f"load:data:{name}:one-from-{name}" for name in saved))
+        two = [f"load:sharded:{name}:two-from-{name}" for name in saved]
+        log += once(2, *two, "load:data:three:data-from-three", "refusals") + one.result()
     return folder, log
 
 

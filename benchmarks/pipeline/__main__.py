@@ -40,7 +40,7 @@ ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 DEADLINE_S = 900.0
 SPEED = ("one", "one/8", "halves/8", "nearlinear/8", "step/8", "gpipe/8", "1f1b/8")
 PIECES = ("one", "nearlinear/1", "nearlinear/2", "nearlinear/4", "nearlinear/16")
-SPLIT = ("one", "nearlinear/8", "alike/8", "gpipe/8", "1f1b/8")
+SPLIT = ("one", "nearlinear/8", "alike/8", "step/8", "gpipe/8", "1f1b/8")
 ROOM = 0.5  # of what the whole model's training holds, that each process may have beside what a tiny one takes
 
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 import nearlinear as nl
 from nearlinear.core.graph import Graph
-from nearlinear.planning.partition import Partition
 from nearlinear.torch.pipeline import train
 from nearlinear.torch.pipeline.foreign import Foreign
 
@@ -36,9 +35,9 @@ def main() -> None:
     before = status("VmRSS")
     task = adam_decoder(options["width"], options["layers"])
     model, optimizer = task.model, torch.optim.Adam(task.model.parameters(), lr=1e-4)
-    planned: list[tuple[Graph, Partition]] = []
-    planner = train.partition
-    train.partition = lambda graph, *rest: planned.append((graph, planner(graph, *rest))) or planned[-1][1]
+    planned: list[tuple[Graph, list[int]]] = []
+    planner = train.stages_of
+    train.stages_of = lambda graph, *rest: planned.append((graph, planner(graph, *rest))) or planned[-1][1]
     whole = 4 * sum(each.numel() for each in model.parameters())
     nl.distribute(model, optimizer, strategy="pipeline")
     for step in range(4):
@@ -57,10 +56,8 @@ def main() -> None:
     everything = stored([each for each in gc.get_objects() if isinstance(each, Tensor)] + [p.grad for p in own])
     shares = [0.0] * nl.world_size()
     if planned:
-        graph, found = planned[0]
-        place = {device: position for position, device in enumerate(found.stages)}
-        for operator, device in zip(graph.operators, found.assignment, strict=True):
-            shares[place[device]] += ADAM * operator.parameter_bytes
+        for operator, stage in zip(planned[0][0].operators, planned[0][1], strict=True):
+            shares[stage] += ADAM * operator.parameter_bytes
     ours: dict[str, Any] = {"rank": nl.rank(), "held": held, "everything": everything, "resident": resident}
     print(json.dumps(ours | {"whole": ADAM * whole, "shares": shares}), flush=True)
 

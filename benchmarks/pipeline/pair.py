@@ -53,9 +53,9 @@ def main() -> None:
             order = ways[placement:] + ways[:placement]
             begun = {way: start(way, task, rank) for way in order}
             _require_equal_losses(begun, task, rank)
-            for way in begun.values():
-                if isinstance(way, Nearlinear) and way.planned is not None:
-                    plans.append(forecast(way.planned, options["microbatches"]))
+            for way, made in begun.items():
+                if isinstance(made, Nearlinear) and made.planned is not None:
+                    plans.append({"way": way, **forecast(made.planned, options["microbatches"])})
             steps = _measure({way: _step(way, begun[way], task, rank) for way in begun}, options, clock, blocks, steps)
         if rank == 0:
             about = {"case": name, "samples": task.batch, "parameters": task.parameters}

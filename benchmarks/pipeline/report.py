@@ -50,10 +50,9 @@ def _speed(cases: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
 def _split(cases: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
     rows, met, notes = [], [], []
     for case in cases:
-        own = [plan for plan in case["plans"] if plan["run"]["loads"] != plan["alike"]["loads"]]
-        plan = own[0] if own else case["plans"][0]
-        loads = median(max(each["alike"]["loads"]) / max(each["run"]["loads"]) for each in own or [plan])
-        step = median(each["alike"]["step"] / each["run"]["step"] for each in own or [plan])
+        own = [plan for plan in case["plans"] if plan["way"] == "nearlinear/8"]
+        loads = median(max(each["alike"]["loads"]) / max(each["run"]["loads"]) for each in own)
+        step = median(each["alike"]["step"] / each["run"]["step"] for each in own)
         for way in case["blocks"]:
             gain = "" if way == "nearlinear/8" else _ratio(case, way, "nearlinear/8")
             rows.append(
@@ -165,9 +164,10 @@ def _cut(case: Mapping[str, Any]) -> str:
     def layers(plan: Mapping[str, Any]) -> str:
         return " + ".join("1" if share == 1 else f"{share:.2f}" for share in plan["first stage"].values())
 
-    ours = [plan for plan in case["plans"] if plan["run"]["loads"] != plan["alike"]["loads"]] or case["plans"]
-    cuts = sorted({layers(plan) for plan in ours})
-    return f"Layers on stage 0 in the plans made: {'; '.join(cuts)}."
+    def cuts(way: str) -> str:
+        return "; ".join(sorted({layers(plan) for plan in case["plans"] if plan["way"] == way}))
+
+    return f"Layers on stage 0 in the plans made: {cuts('nearlinear/8')}; for step/8, {cuts('step/8')}."
 
 
 def _verdict(good: bool, text: str, target: Any) -> str:

@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 import nearlinear as nl
 from nearlinear.core.graph import Graph
-from nearlinear.planning.partition import Partition
+from nearlinear.torch.capture import Captured
 from nearlinear.torch.pipeline import train
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -143,21 +143,19 @@ class Nearlinear(One):
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        planner = train.partition
+        planner = train.stages_of
 
-        def watched(graph: Graph, stages: int, bandwidth: float, *args: Any) -> Partition:
-            found = planner(graph, stages, bandwidth, *args)
-            if self._alike:
-                found = Partition(layers_alike(graph), (0, 1), (), (), 0.0, 0.0, "as many layers on either")
-            if self.planned is None:
-                self.planned = Planned(graph, found.assignment, bandwidth)
+        def watched(graph: Graph, model: nn.Module, captured: Captured, stages: int, bandwidth: float) -> list[int]:
+            alike = self._alike
+            found = list(layers_alike(graph)) if alike else planner(graph, model, captured, stages, bandwidth)
+            self.planned = Planned(graph, tuple(found), bandwidth)
             return found
 
-        train.partition = watched  # type: ignore[assignment]
+        train.stages_of = watched
         try:
             yield
         finally:
-            train.partition = planner
+            train.stages_of = planner
 
 
 def start(name: str, task: Task, rank: int) -> Any:

@@ -24,7 +24,7 @@ import nearlinear as nl
 Note = Callable[[str, Any], None]
 CASES: dict[str, Callable[[Note], None]] = {}
 MICROBATCHES = (4, 1, 2, 5)
-STEPS = 5  # with each optimizer and number of microbatches
+steps_each = 5  # with each optimizer and number of microbatches; the driver may say otherwise
 
 plan = nl.Plan("pipeline")  # the driver says how many stages
 
@@ -112,7 +112,7 @@ def train(
     *,
     counts: Sequence[int] = MICROBATCHES,
     optimizers: Sequence[Callable[[nn.Module], torch.optim.Optimizer]] = (sgd, adam),
-    steps: int = STEPS,
+    steps: int | None = None,
     weight: Any = None,
 ) -> None:
     """Distribute and run the plain loop: each optimizer with each number of microbatches."""
@@ -123,7 +123,7 @@ def train(
     for number, optimizer in enumerate((first, *others)):
         for count in counts:
             use_microbatches(model, count)
-            for step in range(steps):
+            for step in range(steps or steps_each):
                 label = f"{type(optimizer).__name__} {count} microbatches step {step}"
                 optimizer.zero_grad()
                 loss = loss_of(model, next(batches))
@@ -673,6 +673,29 @@ def a_dataclass_with_inner_activations(note: Note) -> None:
         return F.cross_entropy(out.logits, batch[1]) + sum(each.square().mean() for each in out.hidden)
 
     train(note, Structured(), loader_of(rows(), labels()), loss_of)
+
+
+@case
+def a_loss_function_whose_calls_are_unlike(note: Note) -> None:
+    """Each call of the model is other than the one before let expect: in its samples, and in what is used of it."""
+    model = Structured()
+    optimizer = sgd(model)
+    model, optimizer, loader = distribute(model, optimizer, loader_of(rows(), labels(), shuffle=True))
+    calls = itertools.count()
+
+    @nl.step
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out, twice = model(x), model(torch.cat([x, x.flip(1)]))
+        loss = F.cross_entropy(out.logits, y) + twice.logits.square().mean()
+        return loss + 0.0 * sum(each.sum() for each in out.hidden) if next(calls) % 2 else loss
+
+    for step, (x, y) in enumerate(itertools.islice(endless(loader), 16)):
+        use_microbatches(model, MICROBATCHES[step // 4])
+        optimizer.zero_grad()
+        note(f"{step} loss", nl.mean(loss_of(x, y)))
+        gradients(note, model, str(step))
+        optimizer.step()
+    state(note, model, "end")
 
 
 class Sizes(nn.Module):

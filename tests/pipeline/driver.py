@@ -16,7 +16,7 @@ import torch
 
 import nearlinear as nl
 from nearlinear.torch import session
-from nearlinear.torch.pipeline import train
+from nearlinear.torch.pipeline import cuts
 
 sys.path.insert(0, str(Path(__file__).parent))
 import cases
@@ -29,10 +29,10 @@ def families() -> dict[str, Any]:
     return FAMILIES
 
 
-def main(folder: str, stages: int, names: list[str]) -> None:
+def main(folder: str, stages: int, steps: int, names: list[str]) -> None:
     torch.set_default_dtype(torch.float64)
-    cases.plan = nl.Plan("pipeline", stages=stages)
-    train._PROFILE_S = 0.1  # where the cuts are does not matter here
+    cases.plan, cases.steps_each = nl.Plan("pipeline", stages=stages), steps
+    cuts._PROFILE_S = 0.1  # where the cuts are does not matter here
     failed = []
     for name in names:
         torch.manual_seed(1)
@@ -61,10 +61,10 @@ def main(folder: str, stages: int, names: list[str]) -> None:
         current.loaders = 0
         gc.collect()
         if nl.is_main():
-            np.savez(Path(folder) / f"{name}.{nl.world_size()}.{stages}.npz", **noted)
+            np.savez(Path(folder) / f"{name}.npz", **noted)
             print(f"{name}: {time.perf_counter() - began:.2f} s, {len(noted)} values", flush=True)
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:] or list(CASES))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:] or list(CASES))

@@ -47,7 +47,7 @@ def _interleaved(
     weights = _weights(pieces, call)
     stage = pipeline.session.rank - pipeline.ranks[0]
     losses: dict[int, torch.Tensor] = {}
-    total: Any = 0.0
+    total: torch.Tensor | None = None
     with contextlib.ExitStack() as stack:
         for each in pipelines:
             stack.enter_context(each.interleaving())
@@ -55,12 +55,17 @@ def _interleaved(
             number = action.microbatch
             if action.kind is Kind.FORWARD:
                 piece = pieces[number]
-                losses[number] = _checked(fn(*piece.args, **piece.kwargs)) * weights[number]
+                following = pieces[number + 1].samples if number + 1 < count else 0
+                for each in pipelines:
+                    each.begin_microbatch(piece.samples, following)
+                losses[number] = _checked(fn(*piece.args, **piece.kwargs))
             else:
-                loss = losses.pop(number)
-                torch.autograd.backward(loss)
-                total = total + loss.detach()
-    return total  # type: ignore[no-any-return]
+                loss, weight = losses.pop(number), weights[number]
+                torch.autograd.backward(loss, torch.full((), weight, dtype=loss.dtype, device=loss.device))
+                with torch.no_grad():
+                    total = loss * weight if total is None else torch.add(total, loss, alpha=weight)
+    assert total is not None
+    return total
 
 
 def _weights(pieces: Sequence[Call], call: Call) -> list[float]:

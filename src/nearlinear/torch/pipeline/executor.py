@@ -8,7 +8,8 @@ One call of the model, four stages, three microbatches, all ranks at once; `T` i
     rank 3           F0 F1 F2 T   T  B0 B1 B2
 
 Between the two halves the script's own loss runs. Where a function of a batch is handed over (``nl.step``) each call is
-one microbatch and the halves interleave.
+one microbatch and the halves interleave. What a microbatch waits for is received while earlier ones are computed
+(``ahead.py``).
 
 What one segment hands to another is cut from its autograd graph: the reader holds a leaf, and the leaf's gradient goes
 back as the gradient of what was sent.
@@ -19,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +30,10 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from nearlinear.torch.capture.batch import Call
+from nearlinear.torch.pipeline.ahead import Ahead, Direction, Promise
 from nearlinear.torch.pipeline.draws import drawing
 from nearlinear.torch.pipeline.stages import Crossing, Split
-from nearlinear.torch.pipeline.transfer import Arriving, Links
-
-_AHEAD = 2  # microbatches whose tensors are being received while one is computed
+from nearlinear.torch.pipeline.transfer import Links
 
 
 class Executor:
@@ -65,6 +65,9 @@ class Executor:
         ordered = [split.crossings[name] for segment in split.segments[:-1] for name in segment.outputs]
         self.entering = [each for each in ordered if rank in self.readers(each)]
         self.leaving = [each for each in ordered if self.rank_of(each.producer) == rank and self.readers(each)]
+        here, there = (self.entering, self._maker), (self.leaving, self.readers)
+        self.forwards = Promise(Direction(self, "forward pass", *here), Direction(self, "forward pass", *there))
+        self.backwards = Promise(Direction(self, "backward pass", *there), Direction(self, "backward pass", *here))
 
     @property
     def last(self) -> bool:
@@ -78,6 +81,9 @@ class Executor:
     def readers(self, crossing: Crossing) -> list[int]:
         """Return the other ranks that read what ``crossing`` is, ascending."""
         return sorted({self.rank_of(each) for each in crossing.consumers} - {self.rank_of(crossing.producer)})
+
+    def _maker(self, crossing: Crossing) -> list[int]:
+        return [self.rank_of(crossing.producer)]
 
     def pairs(self) -> list[tuple[int, int]]:
         """Return every direction in which tensors go, between any two ranks."""
@@ -93,10 +99,30 @@ class Executor:
         if self.links is not None:
             self.links.flush("handing over what earlier passes made")
 
-    def begin(self, leaves: Sequence[Any], samples: int, microbatches: int, *, training: bool) -> Run:
-        """Return a run over one batch; at most one microbatch for every two samples."""
+    def settle(self) -> None:
+        """Pass what was promised of a microbatch that does not follow; all ranks do so at the same line."""
+        self.forwards.settle()
+        self.backwards.settle()
+
+    def empty(self, crossing: Crossing, samples: int) -> torch.Tensor:
+        """Return room for what ``crossing`` is of so many samples."""
+        shape = [size(each, samples) for each in crossing.shape]
+        return torch.empty(shape, dtype=crossing.dtype, device=self.device)
+
+    def begin(
+        self, leaves: Sequence[Any], samples: int, microbatches: int, *, training: bool, following: int = 0
+    ) -> Run:
+        """Return a run over one batch; at most one microbatch for every two samples.
+
+        Args:
+            leaves: The batch, in the program's order.
+            samples: Samples in it.
+            microbatches: Into how many it is cut.
+            training: Whether a backward pass follows.
+            following: Samples of the run that will come after it, as far as can be told; 0: none.
+        """
         count = max(1, min(microbatches, samples // 2)) if self.split.microbatches else 1
-        return Run(self, leaves, parts(samples, count), training=training)
+        return Run(self, leaves, parts(samples, count), training=training, following=following)
 
 
 def parts(samples: int, microbatches: int) -> list[tuple[int, int]]:
@@ -135,7 +161,8 @@ class State:
             model = self._model()
             assert model is not None
             self._named = list(model.named_parameters(remove_duplicate=False))
-        return frozenset(name for name, each in self._named if each.requires_grad)
+        with torch._C.DisableTorchFunctionSubclass():  # those of other stages would each ask Python
+            return frozenset(name for name, each in self._named if each.requires_grad)
 
 
 def in_order(call: Call, spec: pytree.TreeSpec) -> list[Any]:
@@ -156,9 +183,16 @@ class Run:
     """One batch on its way through the pipeline."""
 
     def __init__(
-        self, executor: Executor, leaves: Sequence[Any], bounds: list[tuple[int, int]], *, training: bool
+        self,
+        executor: Executor,
+        leaves: Sequence[Any],
+        bounds: list[tuple[int, int]],
+        *,
+        training: bool,
+        following: int,
     ) -> None:
         self._executor, self._split, self._leaves, self._bounds = executor, executor.split, leaves, bounds
+        self._following = following
         trainable = executor.state.trainable() if training else frozenset[str]()
         self.trainable = trainable
         self._training = training and bool(trainable)
@@ -179,6 +213,11 @@ class Run:
         """Samples in the batch."""
         return self._bounds[-1][1]
 
+    @property
+    def _sizes(self) -> list[int]:
+        """Samples in each microbatch."""
+        return [end - begin for begin, end in self._bounds]
+
     # ---- forward
 
     def forward(self, *drawn_by: int) -> list[Any]:
@@ -188,7 +227,7 @@ class Run:
             drawn_by: Numbers that random operators draw by (``draws.py``); none: from torch's streams.
         """
         executor = self._executor
-        entering = _Ahead(self, executor.entering, lambda each: [executor.rank_of(each.producer)], "forward pass")
+        entering = Ahead(executor.forwards, self._sizes, executor.split.crossings, self._following)
         returned: list[Any] = []
         with torch.set_grad_enabled(self._training):
             for number in executor.mine:
@@ -265,8 +304,7 @@ class Run:
         flowing = {name for name in self._differentiable if not self._split.crossings[name].reaches.isdisjoint(live)}
         if executor.last:
             self._tail_backward(gradients, flowing)
-        leaving = [each for each in executor.leaving if each.name in flowing]
-        coming = _Ahead(self, leaving, executor.readers, "backward pass")
+        coming = Ahead(executor.backwards, self._sizes, flowing, self._following)
         for microbatch in range(len(self._bounds)):
             for crossing, values in coming.take(microbatch):
                 for value in values:
@@ -319,50 +357,9 @@ class Run:
         assert links is not None
         gradient = self._owed.pop((crossing.name, microbatch), None)
         if gradient is None:
-            gradient = self.empty(crossing, microbatch).zero_()
+            gradient = self._executor.empty(crossing, self._sizes[microbatch]).zero_()
         sender = self._executor.rank_of(crossing.producer)
         links.send(gradient, sender, f"the backward pass of microbatch {microbatch}")
-
-    def empty(self, crossing: Crossing, microbatch: int) -> torch.Tensor:
-        """Return room for a microbatch's ``crossing``."""
-        begin, end = self._bounds[microbatch]
-        shape = [size(each, end - begin) for each in crossing.shape]
-        return torch.empty(shape, dtype=crossing.dtype, device=self._executor.device)
-
-    def expect(self, crossing: Crossing, microbatch: int, sender: int, what: str) -> Arriving:
-        """Begin to receive a microbatch's ``crossing``, or its gradient."""
-        links = self._executor.links
-        assert links is not None
-        return links.expect(self.empty(crossing, microbatch), sender, f"the {what} of microbatch {microbatch}")
-
-    @property
-    def microbatches(self) -> int:
-        """How many there are."""
-        return len(self._bounds)
-
-
-class _Ahead:
-    """Receives tensors some microbatches before they are needed."""
-
-    def __init__(
-        self, run: Run, crossings: Sequence[Crossing], senders: Callable[[Crossing], Sequence[int]], what: str
-    ) -> None:
-        self._run, self._crossings, self._senders, self._what = run, crossings, senders, what
-        self._arriving: list[list[tuple[Crossing, list[Arriving]]]] = []
-
-    def take(self, microbatch: int) -> list[tuple[Crossing, list[torch.Tensor]]]:
-        """Return what one microbatch waits for."""
-        while len(self._arriving) < min(microbatch + 1 + _AHEAD, self._run.microbatches):
-            number = len(self._arriving)
-            self._arriving.append(
-                [
-                    (each, [self._run.expect(each, number, sender, self._what) for sender in self._senders(each)])
-                    for each in self._crossings
-                ]
-            )
-        found = [(each, [one.take() for one in arriving]) for each, arriving in self._arriving[microbatch]]
-        self._arriving[microbatch] = []
-        return found
 
 
 def size(expression: Any, samples: int) -> Any:

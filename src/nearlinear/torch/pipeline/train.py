@@ -8,7 +8,6 @@ is (``placed.py``).
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import weakref
 import zlib
@@ -22,13 +21,12 @@ from torch.utils import _pytree as pytree
 
 from nearlinear import events
 from nearlinear.core.cluster import Link
-from nearlinear.core.graph import Graph
 from nearlinear.core.plan import Plan
 from nearlinear.errors import InputError
-from nearlinear.planning.partition import Partition, partition
 from nearlinear.torch import link, optimizer_state
 from nearlinear.torch.capture import NON_STRICT, STRICT, Captured, capture
 from nearlinear.torch.capture.batch import Call
+from nearlinear.torch.pipeline.cuts import stages_of, timed
 from nearlinear.torch.pipeline.executor import Executor, Run, State, in_order, size
 from nearlinear.torch.pipeline.foreign import Foreign
 from nearlinear.torch.pipeline.gate import require_same_numbers
@@ -38,12 +36,10 @@ from nearlinear.torch.pipeline.placed import PlacedTensor, placed, real, value_o
 from nearlinear.torch.pipeline.stages import Split, split
 from nearlinear.torch.pipeline.transfer import Links
 from nearlinear.torch.pipeline.values import Values
-from nearlinear.torch.profile import profile
 from nearlinear.torch.session import Session
 
 _PER_STAGE = 4  # microbatches: the pipeline then stands idle for at most a fifth of the time
 _KINDS = 8  # of calls (shapes, training or not) that are captured; each takes seconds
-_PROFILE_S = 2.0
 _LOOKED_AT = 1024  # elements of a batch's tensor
 _MARKS = 2**31 - 1
 
@@ -88,7 +84,8 @@ class Pipeline:
         self._values: Values | None = None
         self.link: Link | None = None  # gradients stay where they are
         self._token = torch.zeros((), requires_grad=True)
-        self._interleaved = False
+        self._pieces: tuple[int, int] | None = None  # within nl.step: samples of this microbatch and of the next
+        self._within = False  # a backward pass: under nl.step one of all microbatches
         self._seen = 0  # a mark of the batches since the last optimizer step
         self._told: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         model.forward = _Forward(self)
@@ -116,10 +113,11 @@ class Pipeline:
         assert self._values is not None
         number = self._values.began + 1
         self._values.began_call(number)
-        if not self._interleaved:
+        if self._pieces is None:
             executor.flush()
-        count = 1 if self._interleaved else self.microbatches
-        run = executor.begin(leaves, call.samples, count, training=training)
+            run = executor.begin(leaves, call.samples, self.microbatches, training=training)
+        else:
+            run = executor.begin(leaves, call.samples, 1, training=training, following=self._following(call.samples))
         tensors: tuple[Any, ...] = _through(self._token, self, run, executor, number)
         self._values.ended_call(number)
         given = iter(tensors)
@@ -152,13 +150,25 @@ class Pipeline:
     @contextlib.contextmanager
     def interleaving(self) -> Iterator[None]:
         """Take each call of the model for one microbatch; the other ranks may be at another one."""
-        self._interleaved = True
         try:
             yield
             for each in self._ready.values():
+                each.executor.settle()
                 each.executor.flush()
+            if self._within:
+                self._backward_ended()
         finally:
-            self._interleaved = False
+            self._pieces = None
+
+    def begin_microbatch(self, samples: int, following: int) -> None:
+        """Note how many samples the microbatch has that comes now, and how many the next; 0: there is none."""
+        self._pieces = samples, following
+
+    def _following(self, samples: int) -> int:
+        """Return with how many samples the model will probably be called next, the same on all ranks; 0: not at all."""
+        assert self._pieces is not None
+        this, following = self._pieces
+        return samples * following // this if samples * following % this == 0 else 0
 
     @classmethod
     def alive(cls) -> list[Pipeline]:
@@ -246,15 +256,11 @@ class Pipeline:
         stages, control = len(self.ranks), self.session.control
         assert control is not None
         measured = link.measure(control, torch.device("cpu"))
-        everyones: list[Any] = []
+        found: list[int] = []
         if self.session.rank == 0:
-            graph = _with_times(model, call, captured)
-            found = _stages(partition(graph, stages, measured.bandwidth))
-            if 1 + max(found) < stages:  # the script asked for so many, whatever the links would advise
-                found = _stages(partition(_without_bytes(graph), stages, 1e15))
-            everyones = self.session.all_gather_json([found, _names(captured)], "planning the stages")
-        else:
-            everyones = self.session.all_gather_json([[], _names(captured)], "planning the stages")
+            graph = timed(model, call, captured, interleaved=self._pieces is not None)
+            found = stages_of(graph, model, captured, stages, measured.bandwidth)
+        everyones = self.session.all_gather_json([found, _names(captured)], "planning the stages")
         odd = next((rank for rank, each in enumerate(everyones) if each[1] != everyones[0][1]), None)
         if odd is not None:
             raise InputError(f"rank {odd} captured another graph than rank 0; is its torch another version?")
@@ -355,9 +361,18 @@ class Pipeline:
         assert self._held is not None
         self.samples += run.samples
         events.publish("backward", model=self.number)
-        self._held.backward_began()
+        if not self._within:
+            self._held.backward_began()
+        self._within = True
         with torch.enable_grad():
             run.backward(gradients, {place for place, each in enumerate(gradients) if each is not None})
+        if self._pieces is None:
+            self._backward_ended()
+
+    def _backward_ended(self) -> None:
+        """Count the backward pass over a batch, of all its microbatches."""
+        assert self._held is not None
+        self._within = False
         self._held.backward_ended()
         if events.listened_to("gradients"):
             self._held.combine()
@@ -492,45 +507,16 @@ def _names(captured: Captured) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _with_times(model: nn.Module, call: Call, captured: Captured) -> Graph:
-    """Return the graph with measured times, or, where the model cannot be run here whole, with times by FLOP."""
-    if any(each.is_meta for each in model.parameters()):
-        return _by_flop(captured.graph)
-    try:
-        return profile(model, call.args, call.kwargs, captured=captured, budget=_PROFILE_S, least=4, warmup=1).graph
-    except InputError:
-        return _by_flop(captured.graph)
-
-
-def _by_flop(graph: Graph) -> Graph:
-    operators = tuple(
-        dataclasses.replace(each, forward=(each.flop + 10.0 * each.moved_bytes) / 1e10, backward=2e-10 * each.flop)
-        for each in graph.operators
-    )
-    return dataclasses.replace(graph, operators=operators)
-
-
 def _mark(leaf: Any) -> int:
     """Return a number that tells batches apart: of the shape, and of some elements where they are on the CPU."""
     if not isinstance(leaf, torch.Tensor):
         return 0
     mark = zlib.crc32(str((leaf.dtype, tuple(leaf.shape))).encode())
     if leaf.device.type != "cpu" or not leaf.numel() or leaf.layout != torch.strided:
-        return mark
+        return mark % _MARKS
     flat = leaf.detach().reshape(-1)
     some = flat[:: max(1, flat.numel() // _LOOKED_AT)].contiguous().view(torch.uint8)
-    weights = torch.arange(1, some.numel() + 1, dtype=torch.int64)
-    return (mark + int((some.to(torch.int64) * weights).sum())) % _MARKS
-
-
-def _without_bytes(graph: Graph) -> Graph:
-    return dataclasses.replace(graph, tensors=tuple(dataclasses.replace(each, bytes=0.0) for each in graph.tensors))
-
-
-def _stages(found: Partition) -> list[int]:
-    """Return the stage of each operator: its device's place among those that a microbatch passes."""
-    place = {device: position for position, device in enumerate(found.stages)}
-    return [place[device] for device in found.assignment]
+    return zlib.crc32(some.numpy().data, mark) % _MARKS
 
 
 def _readable(call: Call) -> Call:
@@ -539,13 +525,14 @@ def _readable(call: Call) -> Call:
     Raises:
         InputError: A gradient would have to flow into what the model is called with.
     """
-    for leaf in call_leaves(call):
+    leaves = call_leaves(call)
+    for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad and torch.is_grad_enabled():
             raise InputError(
                 f"the model is called with a tensor of shape {tuple(leaf.shape)} that requires a gradient, and none "
                 "flows out of a pipeline's first stage; detach it, make both models one, or use strategy 'data'"
             )
-    if not any(isinstance(leaf, PlacedTensor) for leaf in call_leaves(call)):
+    if not any(isinstance(leaf, PlacedTensor) for leaf in leaves):
         return call
     args, kwargs = pytree.tree_map_only(PlacedTensor, value_of, (call.args, dict(call.kwargs)))
     return Call(args, kwargs, call.samples, call.dim)

@@ -26,10 +26,12 @@ from typing import Any
 import torch
 
 from nearlinear.errors import NearlinearError, PeerLostError
+from nearlinear.runtime.ending import failed
 from nearlinear.runtime.environment import world_from
 from nearlinear.runtime.interface import address_to
 from nearlinear.runtime.messages import LONGEST, Malformed, Message, pack, text, unpack, whole_number
-from nearlinear.torch.collectives import OWN_CODE, Group, explain, lost
+from nearlinear.runtime.waiting import OWN_CODE, explain, lost
+from nearlinear.torch.collectives import Group
 from nearlinear.torch.pipeline.ledger import Ledger
 from nearlinear.torch.session import Session
 from nearlinear.units import seconds
@@ -135,7 +137,7 @@ class Values:
             self.changed.notify_all()
         if again or self._listener is None:
             return
-        if not self.session.failed:
+        if not failed():
             self._serve_the_last()
         self._shut()
 

@@ -14,7 +14,7 @@ test: check
 	$(BIN)/python -m pytest -m "not full"
 
 test-full: check
-	$(BIN)/python -m pytest
+	UNALTERED_TORCH=1 $(BIN)/python -m pytest
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -26,12 +26,14 @@ bench: $(READY)
 	$(BIN)/python -m pip install --quiet -e ".[bench]"
 	$(BIN)/python benchmarks/data_parallel
 
-# torch first and pinned: a range that admits newer releases would fetch gigabytes of CUDA on machines without a GPU.
+# Frameworks first and pinned: a range that admits newer releases of torch, and TensorFlow's own name, would fetch
+# gigabytes of CUDA on machines without a GPU. (TensorFlow has no build by this name but on Linux and Windows.)
+TENSORFLOW := $(if $(filter Darwin,$(shell uname)),tensorflow,tensorflow-cpu)==2.21.0
 $(READY): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "nearlinear needs Python 3.11 or newer; set PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet "torch==2.13.0" numpy
+	$(BIN)/python -m pip install --quiet "torch==2.13.0" "$(TENSORFLOW)" numpy
 	$(BIN)/python -m pip install --quiet -e ".[dev]"
 	touch $(READY)
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from nearlinear.cli.main import _parser
+
 from conftest import TESTS, run
 
 ROOT = TESTS.parent
@@ -26,7 +28,21 @@ def bin_path() -> dict[str, str]:
     return {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
 
-@pytest.mark.parametrize("command", [line for text in of_kind("sh") for line in text.splitlines() if line])
+COMMANDS = [line for text in of_kind("sh") for line in text.splitlines() if line]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_the_readme_is_understood(command: str) -> None:
+    program, *words = shlex.split(command)
+    assert program == "nearlinear"
+    options = _parser(words).parse_args(words)
+    assert not hasattr(options, "script") or (ROOT / options.script[0]).exists()
+
+
+# The default run takes the longest of them. What the others do, test_check.py and test_plan_script.py run too.
+@pytest.mark.parametrize(
+    "command", [each if "pipeline" in each else pytest.param(each, marks=pytest.mark.full) for each in COMMANDS]
+)
 def test_a_command_of_the_readme_succeeds(command: str) -> None:
     result = subprocess.run(
         shlex.split(command), cwd=ROOT, env=bin_path(), capture_output=True, text=True, timeout=280, check=False
@@ -46,17 +62,20 @@ def test_the_script_of_the_readme_prints_the_same_on_one_and_two_processes(text:
     assert printed[0] == printed[1] and "epoch 1  loss" in printed[0]
 
 
-def test_the_two_lines_of_the_diff_are_those_of_the_script() -> None:
-    (diff,) = of_kind("diff")
-    added = [line[1:] for line in diff.splitlines() if line.startswith("+") and line != "+"]
-    assert all(line in of_kind("python")[0].splitlines() for line in added)
+@pytest.mark.parametrize(("number", "script"), [(0, "the README's"), (1, "digits_keras.py")])
+def test_the_two_lines_of_a_diff_are_those_of_a_script_that_runs(number: int, script: str) -> None:
+    added = [line[1:] for line in of_kind("diff")[number].splitlines() if line.startswith("+") and line != "+"]
+    text = of_kind("python")[0] if number == 0 else (ROOT / "examples" / script).read_text()
+    lines = [line.split("  # (")[0].strip() for line in text.splitlines()]
+    assert all(line in lines for line in added)
     assert len(added) == 2
 
 
-# test_demo.py holds digits.py to the same on one and three processes.
-@pytest.mark.parametrize("script", [pytest.param("digits.py", marks=pytest.mark.full), "gpt.py"])
+# test_demo.py holds both to the same on one and two processes.
+@pytest.mark.full
+@pytest.mark.parametrize("script", ["digits.py", "gpt.py", "digits_keras.py"])
 def test_an_example_prints_the_same_on_one_two_and_three_processes(script: str) -> None:
-    arguments = {"digits.py": ["--epochs", "1"], "gpt.py": ["--steps", "6"]}[script]
+    arguments = {"gpt.py": ["--steps", "6"]}.get(script, ["--epochs", "1"])
     printed = []
     for n in (1, 2, 3):
         result = run(n, ROOT / "examples" / script, *arguments)

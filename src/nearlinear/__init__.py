@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,14 @@ def distribute(
     is touched (it is drawn as it would be for N). Call it again for a second model, without the loaders.
 
     Args:
-        model: A ``torch.nn.Module`` with its parameters on their device.
-        optimizer: What steps its parameters.
+        model: A ``torch.nn.Module`` with its parameters on their device, or a Keras 3 model after ``compile``.
+        optimizer: What steps its parameters. A compiled Keras model has its own.
         loaders: ``DataLoader``s; each process gets its share of every batch, the batch size stays that of the whole.
-            Data that the script shards itself is not handed over.
-        strategy: ``"auto"`` (``"data"``), ``"data"``, ``"sharded"``, ``"pipeline"``, or a ``Plan``.
+            Data that the script shards itself is not handed over. For a loop of one's own over a Keras model,
+            ``tf.data.Dataset``s of batches; others come back in their place.
+        strategy: ``"auto"`` (``"data"``), ``"data"``, ``"sharded"``, ``"pipeline"``, or a ``Plan``. ``"local"`` (the
+            model's replicas train apart and are averaged once a round, over the Internet) changes the numbers and is
+            never chosen by itself.
         weight: ``weight(batch)``: what a share counts for in the loss's mean; by default its number of samples (for a
             loss that is a mean over tokens: its number of tokens). ``"sum"``: the loss is part of one sum, normalised
             by the script, and gradients are added.
@@ -70,26 +74,51 @@ def distribute(
     Example:
         >>> model, optimizer, loader = distribute(model, optimizer, loader)  # doctest: +SKIP
     """
-    torch = sys.modules.get("torch")
-    if torch is None or not (isinstance(model, torch.nn.Module) or not _is_keras(model)):
-        raise InputError(f"the model is a {type(model).__name__}; nearlinear distributes torch.nn.Module models")
-    from nearlinear.torch import distribute as distribute_torch
+    bases = {base.__module__.split(".")[0] for base in type(model).__mro__}
+    if "keras" in bases and not ("torch" in bases and optimizer is not None):
+        backend = sys.modules["keras"].backend.backend()
+        if backend != "tensorflow":
+            raise InputError(
+                f"Keras runs on {backend!r} here; nearlinear distributes Keras models on TensorFlow "
+                "(KERAS_BACKEND=tensorflow), and on torch those with a loop and an optimizer of torch's"
+            )
+        # The data sets that come back are new ones: a tf.data.Dataset cannot be changed.
+        from nearlinear.tensorflow import distribute as distribute_keras
 
-    distribute_torch(model, optimizer, loaders, strategy, weight)
-    given = [each for each in (model, optimizer, *loaders) if each is not None]
+        given = distribute_keras(model, optimizer, loaders, strategy, weight)
+    elif "torch" in sys.modules:
+        from nearlinear.torch import distribute as distribute_torch
+
+        distribute_torch(model, optimizer, loaders, strategy, weight)
+        given = [each for each in (model, optimizer, *loaders) if each is not None]
+    else:
+        raise InputError(f"the model is a {type(model).__name__}; give a torch.nn.Module or a Keras 3 model")
     return given[0] if len(given) == 1 else tuple(given)
 
 
-def _is_keras(model: Any) -> bool:
-    return any(base.__module__.split(".")[0] in ("keras", "tf_keras") for base in type(model).__mro__)
+def _front_ends() -> list[Any]:
+    """Return the front ends that this process has used, of PyTorch and of Keras."""
+    names = ("nearlinear.torch", "nearlinear.tensorflow")
+    return [module for name in names if (module := sys.modules.get(name)) is not None]
+
+
+def _front_end(session: Any, room: str) -> Any:
+    """Return the file of this name of the front end that a session is of."""
+    return import_module(f"{type(session).__module__.rpartition('.')[0]}.{room}")
+
+
+def _checkpoints_of(model: Any) -> Any:
+    """Return how models of this kind are saved."""
+    one = next(iter(model.values()), None) if isinstance(model, dict) else model
+    bases = {base.__module__.split(".")[0] for base in type(one).__mro__}
+    front_end = "tensorflow" if "keras" in bases and "torch" not in bases else "torch"
+    return import_module(f"nearlinear.{front_end}.checkpoint")
 
 
 def _session(what: str) -> Any:
     """Return the session, or None in a lone process that never called ``distribute``."""
-    if "nearlinear.torch" in sys.modules:
-        from nearlinear.torch import session
-
-        current = session()
+    for front_end in _front_ends():
+        current = front_end.session()
         if current is not None:
             return current
     if world_from().size > 1:
@@ -159,9 +188,7 @@ def mean(value: Any) -> Any:
     session = _session("nl.mean")
     if session is None:
         return _detached(value)
-    from nearlinear.torch.metrics import mean as mean_torch
-
-    return mean_torch(value, session)
+    return _front_end(session, "metrics").mean(value, session)
 
 
 def total(value: Any) -> Any:
@@ -173,9 +200,7 @@ def total(value: Any) -> Any:
     session = _session("nl.total")
     if session is None:
         return _detached(value)
-    from nearlinear.torch.metrics import total as total_torch
-
-    return total_torch(value, session)
+    return _front_end(session, "metrics").total(value, session)
 
 
 def gather(value: Any) -> Any:
@@ -192,9 +217,7 @@ def gather(value: Any) -> Any:
     session = _session("nl.gather")
     if session is None:
         return value
-    from nearlinear.torch.metrics import gather as gather_torch
-
-    return gather_torch(value, session)
+    return _front_end(session, "metrics").gather(value, session)
 
 
 def save(path: str | Path, model: Any, optimizer: Any = None, loader: Any = None, **extra: Any) -> None:
@@ -207,9 +230,8 @@ def save(path: str | Path, model: Any, optimizer: Any = None, loader: Any = None
         loader: Its place in the data is kept.
         extra: Numbers, strings, tensors, lists and dicts; or objects with a ``state_dict`` (schedulers, scalers).
     """
-    from nearlinear.torch.checkpoint import save as save_torch
-
-    save_torch(path, model, optimizer, loader, extra, ranks=_session("nl.save"))
+    ranks = _session("nl.save")
+    _checkpoints_of(model).save(path, model, optimizer, loader, extra, ranks=ranks)
 
 
 def load(path: str | Path, model: Any, optimizer: Any = None, loader: Any = None, **extra: Any) -> dict[str, Any]:
@@ -228,6 +250,11 @@ def load(path: str | Path, model: Any, optimizer: Any = None, loader: Any = None
     Raises:
         CheckpointError: The folder is no whole checkpoint, or is another model's; nothing was changed.
     """
-    from nearlinear.torch.checkpoint import load as load_torch
+    ranks = _session("nl.load")
+    values: dict[str, Any] = _checkpoints_of(model).load(path, model, optimizer, loader, extra, ranks=ranks)
+    return values
 
-    return load_torch(path, model, optimizer, loader, extra, ranks=_session("nl.load"))
+
+for _each in (mean, total, gather):
+    # TensorFlow's AutoGraph leaves what bears this mark as it is; it cannot read all of ours.
+    setattr(_each, "autograph_info__", None)  # noqa: B010

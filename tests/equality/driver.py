@@ -46,7 +46,7 @@ def main(folder: str, names: list[str]) -> None:
             assert all(other.get(key) == digests[0][key] for other in digests), f"ranks differ in {key} of {name}"
         current._backward = current.summed = None  # a run settles this once; the cases are runs of their own
         if nl.is_main():
-            np.savez(Path(folder) / f"{name}.{nl.world_size()}.npz", **noted)
+            np.savez(Path(folder) / f"{name}.npz", **noted)
             print(f"{name}: {time.perf_counter() - began:.2f} s, {len(noted)} values", flush=True)
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 

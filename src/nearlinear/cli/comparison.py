@@ -14,12 +14,17 @@ from itertools import pairwise
 from pathlib import Path
 
 from nearlinear.errors import NearlinearError
+from nearlinear.launch.environment import threads
 
 DEADLINE_S = 1800.0  # for one training; on two idle cores the longest takes a minute
 WARM_UP_STEPS = 3
 
 # One thread each, so that a process means the same alone and among others; and no GPU, which they would have to share.
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
+ENVIRONMENT = {
+    **threads(1, 1, {}),
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONUNBUFFERED": "1",
+}
 
 
 @dataclass(frozen=True, slots=True)

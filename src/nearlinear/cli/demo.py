@@ -38,6 +38,19 @@ EXAMPLES = (
         timed=("--steps", "20"),
     ),
 )
+KERAS_EXAMPLES = (
+    Example(
+        name="digits-keras",
+        title="Digits: a CNN in Keras on 1,500 scans",
+        script=SCRIPTS / "digits_keras.py",
+        batch=64,
+        whole=("--epochs", "8"),
+        quick=("--epochs", "1"),
+        timed=("--epochs", "1"),
+    ),
+)
+_PYTORCH = {"torch": "torch", "sklearn": "scikit-learn"}, "'nearlinear[demo]'"
+_KERAS = {"tensorflow": "tensorflow", "keras": "keras", "sklearn": "scikit-learn"}, "tensorflow keras scikit-learn"
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -53,6 +66,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--processes", type=int, default=2, metavar="N", help="processes of the second run (default: 2)"
     )
     parser.add_argument("--out", type=Path, default=Path("out/demo"), metavar="DIR", help="for curves and records")
+    parser.add_argument("--keras", action="store_true", help="a model in Keras, on TensorFlow, in place of PyTorch's")
     parser.add_argument("--quick", action="store_true", help="a few steps, curves and speeds only: half a minute")
     parser.set_defaults(call=demo)
 
@@ -65,14 +79,15 @@ def demo(options: argparse.Namespace) -> int:
         NearlinearError: A training failed.
     """
     n: int = options.processes
-    _check(n, options.out)
+    examples = KERAS_EXAMPLES if options.keras else EXAMPLES
+    _check(n, options.out, examples, _KERAS if options.keras else _PYTORCH)
     print(
         f"nearlinear: every process has one thread, on the CPU; this machine has {usable_cores()} core(s)",
         file=sys.stderr,
     )
     console = Console(highlight=False)
     comparisons = []
-    for example in EXAMPLES:
+    for example in examples:
         comparisons.append(compare(example, n, options.out, quick=options.quick))
         _show_curves(comparisons[-1], options.out, console)
     _show_speed(comparisons, console)
@@ -85,11 +100,12 @@ def demo(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check(n: int, out: Path) -> None:
-    missing = [name for module, name in (("torch", "torch"), ("sklearn", "scikit-learn")) if find_spec(module) is None]
+def _check(n: int, out: Path, examples: Sequence[Example], needed: tuple[dict[str, str], str]) -> None:
+    packages, install = needed
+    missing = [name for module, name in packages.items() if find_spec(module) is None]
     if missing:
-        raise InputError(f"the demo needs {' and '.join(missing)}: pip install 'nearlinear[demo]'")
-    most = min(example.batch for example in EXAMPLES)
+        raise InputError(f"the demo needs {' and '.join(missing)}: pip install {install}")
+    most = min(example.batch for example in examples)
     if not 2 <= n <= most:
         raise InputError(f"--processes is {n}; the demo compares one process with 2 to {most}")
     if n > usable_cores():

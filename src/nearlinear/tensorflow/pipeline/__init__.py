@@ -1,0 +1,1 @@
+"""Training a Keras model in stages, one per process."""

@@ -26,30 +26,41 @@ def on_every_rank(callbacks: Any, session: Session, stepped: Callable[[int], Non
     """
     together = Together(session, stepped)
     if isinstance(callbacks, keras.callbacks.CallbackList):
-        if session.rank:
-            callbacks.callbacks = [_silent(each) for each in callbacks.callbacks if type(each).__name__ not in WRITERS]
+        callbacks.callbacks = _of_this_rank(callbacks.callbacks, session)
         together.set_model(callbacks._model if hasattr(callbacks, "_model") else callbacks.model)
         together.set_params(callbacks.params)
         callbacks.callbacks.append(together)
         return callbacks
     given: Sequence[Any] = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks] if callbacks else []
+    return [*_of_this_rank(given, session), together]
+
+
+def _of_this_rank(callbacks: Sequence[Any], session: Session) -> list[Any]:
+    """Return the callbacks without those that only write, where this is not rank 0."""
     if session.rank == 0:
-        return [*given, together]
-    kept = [each for each in given if type(each).__name__ not in WRITERS]
-    return [*(_silent(each) for each in kept), together]
+        return list(callbacks)
+    kept = [each for each in callbacks if type(each).__name__ not in WRITERS]
+    for each in kept:
+        _take_part(each)
+    return kept
 
 
-def _silent(callback: Any) -> Any:
-    """Return the callback, which decides as ever and writes nothing."""
-    if isinstance(callback, (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)):
-        callback._save_model = _nothing
-        if isinstance(callback, keras.callbacks.BackupAndRestore):
-            callback.delete_checkpoint = False  # rank 0 does
-    return callback
+def _take_part(callback: Any) -> None:
+    """Let a callback that saves the model take part in that, and write and make no folders of its own.
 
+    To save is a call of every rank: rank 0 writes and the others wait, or in a pipeline send what they hold.
+    """
+    if isinstance(callback, keras.callbacks.ModelCheckpoint):
 
-def _nothing(*_: Any, **__: Any) -> None:
-    """Write nothing."""
+        def save(epoch: Any, batch: Any, logs: Any) -> None:
+            path = callback._get_file_path(epoch, batch, logs)
+            if callback._should_save_model(epoch, batch, logs, path):
+                (callback.model.save_weights if callback.save_weights_only else callback.model.save)(path)
+
+        vars(callback)["_save_model"] = save
+    elif isinstance(callback, keras.callbacks.BackupAndRestore):
+        vars(callback)["_save_model"] = lambda: callback.model.save_weights(callback._weights_path)
+        callback.delete_checkpoint = False  # rank 0 does
 
 
 class Together(keras.callbacks.Callback):  # type: ignore[misc]

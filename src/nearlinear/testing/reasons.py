@@ -76,7 +76,7 @@ def _remedy(record: Record, of: str) -> str:
 _LOCAL_STEP = Reason(
     "the gradients agree, so the step itself depends on the rank or on N: clipping by a norm that the script takes "
     "otherwise, or a learning rate or condition taken from a local loss",
-    "decide by what all ranks share: the framework's own clipping, nl.mean(loss)",
+    "decide by what all ranks share: torch.nn.utils.clip_grad_norm_ or a Keras optimizer's clipnorm, nl.mean(loss)",
 )
 _LOCAL_GRADIENT = Reason(
     "the losses agree and their gradients do not: something in the backward pass depends on the share (a tensor hook, "

@@ -30,8 +30,8 @@ from keras.src.trainers.trainer import Trainer
 from nearlinear import events
 from nearlinear.core.plan import Plan
 from nearlinear.errors import InputError
+from nearlinear.tensorflow.callbacks import on_every_rank
 from nearlinear.tensorflow.capture import flat_inputs
-from nearlinear.tensorflow.pipeline.callbacks import for_stages
 from nearlinear.tensorflow.pipeline.executor import Executor, FromLoss
 from nearlinear.tensorflow.pipeline.first_batch import Cut, plan_of, require_one_batch, too_many
 from nearlinear.tensorflow.pipeline.gradients import over_stages
@@ -145,7 +145,7 @@ class Pipeline:
             if self.session.rank:
                 given.arguments["verbose"] = 0
             if name == "fit":
-                given.arguments["callbacks"] = for_stages(
+                given.arguments["callbacks"] = on_every_rank(
                     given.arguments.get("callbacks"), self.session, lambda steps: None
                 )
             with self.session.own_errors():

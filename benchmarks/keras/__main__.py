@@ -40,6 +40,7 @@ def main() -> None:
     """Measure in turns, print the table and what meets its target."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--ways", nargs="+", choices=[*DATA, "pipeline"], help="all by default; `one` is among them")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--blocks", type=int, default=3, help="per round")
     parser.add_argument("--seconds", type=float, default=2.0, help="of a block")
@@ -48,12 +49,15 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.blocks, options.seconds = 1, 2, 1.0
-    speeds: Speeds = {name: {way: [] for way in _ways(name)} for name in options.models}
+    wanted = {
+        name: [way for way in _ways(name) if way in ("one", *(options.ways or _ways(name)))] for name in options.models
+    }
+    speeds: Speeds = {name: {way: [] for way in ways} for name, ways in wanted.items()}
     load = os.getloadavg()[0]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     for number in range(options.rounds):
         for name in options.models:
-            ways = _ways(name)
+            ways = wanted[name]
             for way in ways if number % 2 == 0 else reversed(ways):
                 print(f"round {number + 1}: {name}, {way}", file=sys.stderr, flush=True)
                 speeds[name][way] += _measured(way, name, options.seconds, options.blocks)
@@ -78,7 +82,7 @@ def _measured(way: str, model: str, seconds: float, blocks: int) -> list[float]:
             out = Path(folder) / f"{rank}.json"
             # The share is timed by itself: neither process is told of the other.
             alone = way == "share"
-            env = rank_environment(rank, ranks, port, [], 2, {}) | ({"WORLD_SIZE": "1"} if alone else {})
+            env = rank_environment(rank, ranks, port, [], ranks, {}) | ({"WORLD_SIZE": "1"} if alone else {})
             words = [sys.executable, str(HERE / "worker.py"), way, model, str(seconds), str(blocks), str(out)]
             processes.append(subprocess.Popen(words, env={**os.environ, **env}))
         codes = [process.wait(DEADLINE_S) for process in processes]
@@ -108,6 +112,8 @@ def _targets(speeds: Speeds) -> str:
             bound = 2 * 8 / 9
             share = middle["pipeline"] / middle["one"] / bound
             lines.append(_verdict(share >= 0.8, f"{name}: pipeline at {share:.3f} of the bubble bound (target 0.8)"))
+            continue
+        if "nearlinear" not in middle:
             continue
         over = middle["nearlinear"] / middle["one"]
         if name in ("cnn", "transformer"):

@@ -50,12 +50,14 @@ def rank_environment(
 
 def threads(n: int, cores: int, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that give each of ``n`` processes its part of the cores; left to itself each takes all."""
-    if "OMP_NUM_THREADS" in inherited:  # MKL follows it
-        return {}
-    each = max(1, cores // n)
-    # TensorFlow's own pools: of the second, one thread may wait for a peer while the other goes on computing.
-    wanted = {"MKL_NUM_THREADS": each, "TF_NUM_INTRAOP_THREADS": each, "TF_NUM_INTEROP_THREADS": max(2, each)}
-    return {"OMP_NUM_THREADS": str(each)} | {name: str(n) for name, n in wanted.items() if name not in inherited}
+    said = inherited.get("OMP_NUM_THREADS", "")  # the user's; MKL follows it
+    each = int(said) if said.isdigit() else max(1, cores // n)
+    # TensorFlow's own pools, of which two threads on one core lose half of its time; of the second pool, one may wait
+    # for a peer while the other goes on computing.
+    wanted = {"TF_NUM_INTRAOP_THREADS": each, "TF_NUM_INTEROP_THREADS": max(2, each)}
+    if not said:
+        wanted |= {"OMP_NUM_THREADS": each, "MKL_NUM_THREADS": each}
+    return {name: str(count) for name, count in wanted.items() if name not in inherited}
 
 
 def gpus_for(n: int, env: Mapping[str, str]) -> list[str]:

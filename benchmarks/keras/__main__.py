@@ -1,6 +1,6 @@
 """Measuring Keras on two processes of one core each: nearlinear, TensorFlow's multi-worker strategy, and the ceiling.
 
-    python benchmarks/keras                 all of it, about ten minutes
+    python benchmarks/keras                 all of it
     python benchmarks/keras --quick         one short round
     python benchmarks/keras --models cnn    of: mlp, cnn, transformer, deep
 

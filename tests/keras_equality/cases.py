@@ -395,6 +395,9 @@ def logs_of_its_own(note: Note) -> None:
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     model = nl.distribute(model)
     history(note, model.fit(*points(29), batch_size=8, epochs=2, verbose=0))
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    for key, values in model.fit(*points(29), batch_size=8, epochs=2, verbose=0).history.items():
+        note(f"compiled again {key}", values)
     weights(note, model)
 
 

@@ -77,6 +77,20 @@ def on_all(ranks: Ranks, what: str, act: Callable[[], T]) -> T:
     return result
 
 
+def require_one_checkpoint(ranks: Ranks, what: str, path: object, identity: str) -> None:
+    """Compare what the ranks have read.
+
+    Raises:
+        CheckpointError: They have read different checkpoints.
+    """
+    for rank, other in enumerate(ranks.all_gather_json(identity, what)):
+        if other != identity:
+            raise CheckpointError(
+                f"ranks {ranks.rank} and {rank} found different checkpoints at {path}; "
+                "copy one to all machines, or use a path that they share"
+            )
+
+
 def change_all(ranks: Ranks, what: str, changes: Iterable[Change]) -> None:
     """Apply ``changes`` in order on every rank, or leave everything as it was on all of them.
 

@@ -22,7 +22,7 @@ import tensorflow as tf
 from nearlinear.checkpoint import folder, streams
 from nearlinear.checkpoint.documents import Json, decode, encode, free_name
 from nearlinear.checkpoint.tensors import Array
-from nearlinear.checkpoint.together import Alone, Change, Ranks, change_all, on_all
+from nearlinear.checkpoint.together import Alone, Change, Ranks, change_all, on_all, require_one_checkpoint
 from nearlinear.errors import CheckpointError, InputError
 from nearlinear.tensorflow.state import is_seed, separated
 
@@ -135,12 +135,7 @@ def load(
         return saved.identity, values, changes
 
     identity, values, changes = on_all(ranks, what, prepare)
-    for rank, other in enumerate(ranks.all_gather_json(identity, what)):
-        if other != identity:
-            raise CheckpointError(
-                f"ranks {ranks.rank} and {rank} found different checkpoints at {os.fspath(path)}; "
-                "copy one to all machines, or use a path that they share"
-            )
+    require_one_checkpoint(ranks, what, os.fspath(path), identity)
     change_all(ranks, what, changes)
     return values
 

@@ -64,9 +64,6 @@ class MetricStates:
 
     def __init__(self, model: keras.Model, session: Session) -> None:
         self._model, self._session = model, session
-        self._returned: list[
-            tuple[Any, Callable[[], Any], str | None]
-        ] = []  # what metrics returned in the step in hand
         self._count_scalars()
         self._note_results()
 
@@ -88,6 +85,7 @@ class MetricStates:
 
     def before(self) -> list[tuple[Any, tf.Tensor, bool]]:
         """Return ``(variable, value, is_metric)`` of all, as they are now; within the step, before it."""
+        self._session.returned = []
         metrics = _unique(variable for metric in self._model.metrics for variable in metric.variables)
         known = {id(variable) for variable in metrics}
         if self._are_whole:
@@ -113,7 +111,7 @@ class MetricStates:
         values = logs if isinstance(logs, dict) else {}
         # What a metric returned in this step is read anew when its variables are the batch's; the rest is the step's.
         read = {name: found for name, value in values.items() if (found := self._source_of(value)) is not None}
-        self._returned.clear()
+        self._session.returned = None
         own = {name: tf.convert_to_tensor(value) for name, value in values.items() if name not in read}
         own = {name: value for name, value in own.items() if value.dtype.is_floating and value.shape.rank == 0}
         pieces = [mark[0:1], mark[2:3]]
@@ -144,12 +142,11 @@ class MetricStates:
             own[name] = tf.cast(whole[place + number], value.dtype)
         for name, (result, key) in read.items():
             own[name] = result() if key is None else result()[key]
-        self._returned.clear()
         return {name: own.get(name, value) for name, value in values.items()}
 
     def _source_of(self, value: Any) -> tuple[Callable[[], Any], str | None] | None:
         """Return which metric's result a value is, and under which key of it."""
-        return next(((result, key) for seen, result, key in self._returned if seen is value), None)
+        return next(((result, key) for seen, result, key in self._session.returned or () if seen is value), None)
 
     def _note_results(self) -> None:
         for metric in self._model.metrics:
@@ -162,8 +159,9 @@ class MetricStates:
 
         def result() -> Any:
             value = own()
-            pairs = list(value.items()) if isinstance(value, dict) else [(None, value)]
-            self._returned += [(each, own, key) for key, each in pairs]
+            if self._session.returned is not None:
+                pairs = list(value.items()) if isinstance(value, dict) else [(None, value)]
+                self._session.returned += [(each, own, key) for key, each in pairs]
             return value
 
         return result

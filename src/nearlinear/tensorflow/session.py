@@ -8,6 +8,7 @@ import secrets
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,7 +64,10 @@ class Session:
         self._share: Share | None = None  # of the step that is being traced or run
         self._last: tuple[tf.Variable, tf.Variable] | None = None  # samples and mine, of a loop of the script's own
         self.seen: Any = None  # what the inputs of the latest batch look like: a structure of ``tf.TensorSpec``
-        self.differentiated: list[Any] = []  # gradients that tapes have returned since an optimizer took some
+        # Gradients that tapes have returned and somebody still holds, by identity.
+        self.differentiated: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        # What metrics have returned in the step that is being traced or run: the value, how to read it anew, its key.
+        self.returned: list[tuple[Any, Callable[[], Any], str | None]] | None = None
         self.samples = 0  # of the latest whole batch, where somebody asked to be told of steps
         self.waited_s = 0.0  # spent in exchanges so far
         self._calls, self._since, self._clock = 0, 0.0, threading.Lock()
@@ -210,7 +214,7 @@ def _note_gradients(session: Session) -> None:
     @functools.wraps(differentiate)
     def noting(tape: tf.GradientTape, *arguments: Any, **options: Any) -> Any:
         gradients = differentiate(tape, *arguments, **options)
-        session.differentiated += tf.nest.flatten(gradients)
+        session.differentiated.update((id(each), each) for each in tf.nest.flatten(gradients) if each is not None)
         return gradients
 
     tf.GradientTape.gradient = noting

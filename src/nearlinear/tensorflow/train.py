@@ -274,8 +274,9 @@ class Training:
                 else:
                     model._symbolic_build(data_batch=batch)
             except (RuntimeError, ValueError, NotImplementedError) as error:
+                reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
                 raise InputError(
-                    f"the model cannot be built from what its data look like ({str(error).strip().splitlines()[0]}); "
+                    f"the model cannot be built from what its data look like ({reason}); "
                     "build it before nl.distribute: call it on a batch"
                 ) from error
             if self._session.mesh is not None:
@@ -344,8 +345,7 @@ def optimizers_of(model: keras.Model) -> list[Any]:
 
 def _as_differentiated(gradients: Sequence[Any], session: Session) -> bool:
     """Return whether the gradients are just those that a tape has returned."""
-    known = {id(each) for each in session.differentiated}
-    return all(id(each) in known for each in gradients if each is not None)
+    return all(id(each) in session.differentiated for each in gradients if each is not None)
 
 
 def _in_place_of(own: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -371,7 +371,6 @@ def _combining(optimizer: Any, reducer: Reducer) -> Callable[..., Any]:
                 "gradients are changed between tape.gradient and the optimizer, where they are those of a rank's "
                 "share: sums and factors are right; before clipping by hand call grads = nl.mean(grads)"
             )
-        session.differentiated.clear()
         variables = optimizer._trainable_variables if trainable_variables is None else list(trainable_variables)
         return apply(reducer.combine(grads, variables), trainable_variables)
 

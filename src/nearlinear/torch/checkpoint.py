@@ -25,7 +25,7 @@ from torch import nn
 from nearlinear.checkpoint import folder
 from nearlinear.checkpoint.documents import Json, decode, encode
 from nearlinear.checkpoint.tensors import Array, Buffer
-from nearlinear.checkpoint.together import Alone, Change, Ranks, change_all, on_all
+from nearlinear.checkpoint.together import Alone, Change, Ranks, change_all, on_all, require_one_checkpoint
 from nearlinear.errors import CheckpointError, InputError
 from nearlinear.torch import random_streams
 from nearlinear.torch.arrays import own_tensor
@@ -125,12 +125,7 @@ def load(
     identity, values, changes = on_all(
         ranks, what, lambda: _prepare(path, model, optimizer, loader, extra or {}, ranks.rank)
     )
-    for rank, other in enumerate(ranks.all_gather_json(identity, what)):
-        if other != identity:
-            raise CheckpointError(
-                f"ranks {ranks.rank} and {rank} found different checkpoints at {os.fspath(path)}; "
-                "copy one to all machines, or use a path that they share"
-            )
+    require_one_checkpoint(ranks, what, os.fspath(path), identity)
     change_all(ranks, what, changes)
     return values
 

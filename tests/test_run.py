@@ -523,6 +523,26 @@ def test_a_run_that_went_well_adds_nothing(tmp_path: Path) -> None:
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
 
 
+def test_no_thread_of_the_exchange_outlives_the_run(tmp_path: Path) -> None:
+    """One that lets go of a tensor while the interpreter ends would abort a process that has done its work."""
+    text = """
+import atexit, os
+from pathlib import Path
+threads = lambda: [Path("/proc/self/task", t, "comm").read_text().strip() for t in os.listdir("/proc/self/task")]
+gloo = lambda: sum("gloo" in name for name in threads())
+atexit.register(lambda: print("left", gloo()))  # registered first, called last
+import torch, nearlinear as nl
+model = torch.nn.Linear(3, 1)
+model, optimizer = nl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+model(torch.ones(2, 3)).sum().backward()
+optimizer.step()
+print("training", gloo() > 0)
+"""
+    run = nearlinear_run("-n", "2", script(tmp_path, text))
+    assert run.returncode == 0, run.stderr
+    assert sorted(run.stdout.splitlines()) == ["[0] left 0", "[0] training True", "[1] left 0", "[1] training True"]
+
+
 RDZV = "--rdzv 127.0.0.1:1"
 
 

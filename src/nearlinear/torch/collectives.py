@@ -44,6 +44,17 @@ class Group:
             liveness, self.rank, self.size, deadline_s=deadline_s, silence_s=silence_s, step=lambda: Group.step
         )
 
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """What carries the messages."""
+        return self._group
+
+    def close(self) -> None:
+        """Wait for what is under way and close the connections; the group is not used any more."""
+        group = self.__dict__.pop("_group")
+        if dist.is_initialized() and group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+
     def start_all_reduce(self, tensor: torch.Tensor, what: str) -> Pending:
         """Begin to sum ``tensor`` over the ranks, in place."""
         pending: Pending | None = self._guard(lambda: dist.all_reduce(tensor, group=self._group, async_op=True), what)
@@ -77,6 +88,22 @@ class Group:
         assert pending is not None
         self.wait(pending, what)
         return parts
+
+    def start_gather(self, whole: torch.Tensor, rows: torch.Tensor, what: str) -> Pending:
+        """Begin to fill ``whole``, shape ``(N * n,)``, by every rank's ``rows``, shape ``(n,)``."""
+        pending: Pending | None = self._guard(
+            lambda: dist.all_gather_single(whole, rows, group=self._group, async_op=True), what
+        )
+        assert pending is not None
+        return pending
+
+    def start_reduce_scatter(self, rows: torch.Tensor, whole: torch.Tensor, what: str) -> Pending:
+        """Begin to fill ``rows``, shape ``(n,)``, by this rank's part of the sum of every rank's ``whole``."""
+        pending: Pending | None = self._guard(
+            lambda: dist.reduce_scatter_single(rows, whole, group=self._group, async_op=True), what
+        )
+        assert pending is not None
+        return pending
 
     def all_gather_rows(self, tensor: torch.Tensor, rows: Sequence[int], what: str) -> list[torch.Tensor]:
         """Return every rank's ``tensor``; rank ``r``'s has ``rows[r]`` rows, and the other dimensions agree."""

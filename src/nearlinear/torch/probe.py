@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import math
 import resource
@@ -124,29 +123,29 @@ class DeviceWire:
         """Send a value as JSON."""
         body = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         for part in (torch.tensor([body.numel()]), body):
-            self._told.run([dist.P2POp(dist.isend, part, self._peer, self._told.group)])
+            self._told.run([dist.P2POp(dist.isend, part, self._peer, self._told.waits.process_group)])
 
     def told(self) -> Any:
         """Return the value that the peer tells."""
         length = torch.zeros(1, dtype=torch.int64)
-        self._told.run([dist.P2POp(dist.irecv, length, self._peer, self._told.group)])
+        self._told.run([dist.P2POp(dist.irecv, length, self._peer, self._told.waits.process_group)])
         body = torch.zeros(int(length), dtype=torch.uint8)
-        self._told.run([dist.P2POp(dist.irecv, body, self._peer, self._told.group)])
+        self._told.run([dist.P2POp(dist.irecv, body, self._peer, self._told.waits.process_group)])
         return json.loads(bytes(body.tolist()))
 
     def send(self, size: int) -> None:
         """Send ``size`` bytes."""
-        self._run(dist.P2POp(dist.isend, self._out[:size], self._peer, self._sent.group))
+        self._run(dist.P2POp(dist.isend, self._out[:size], self._peer, self._sent.waits.process_group))
 
     def receive(self, size: int) -> None:
         """Return when ``size`` bytes have come."""
-        self._run(dist.P2POp(dist.irecv, self._into[:size], self._peer, self._sent.group))
+        self._run(dist.P2POp(dist.irecv, self._into[:size], self._peer, self._sent.waits.process_group))
 
     def exchange(self, size: int) -> None:
         """Send and receive ``size`` bytes at once."""
         self._run(
-            dist.P2POp(dist.isend, self._out[:size], self._peer, self._sent.group),
-            dist.P2POp(dist.irecv, self._into[:size], self._peer, self._sent.group),
+            dist.P2POp(dist.isend, self._out[:size], self._peer, self._sent.waits.process_group),
+            dist.P2POp(dist.irecv, self._into[:size], self._peer, self._sent.waits.process_group),
         )
 
     def _run(self, *operations: dist.P2POp) -> None:
@@ -167,15 +166,9 @@ class _Channel:
     """
 
     def __init__(self, session: Session, device: torch.device, members: int) -> None:
-        assert session.liveness is not None
-        self._liveness, self._silence_s = session.liveness, session.silence_s
-        limit = datetime.timedelta(seconds=session.deadline_s + 60)
-        try:
-            made: Any = dist.new_group(list(range(members)), backend=backend(device), timeout=limit)
-        except RuntimeError as error:
-            raise explain(error, _WHAT, session.liveness, session.silence_s) from None
-        self.group: dist.ProcessGroup = made
-        self.waits = Group(made, session.liveness, deadline_s=session.deadline_s, silence_s=session.silence_s)
+        made = session.new_group(device, range(members))
+        assert made is not None and session.liveness is not None
+        self.waits, self._liveness, self._silence_s = made, session.liveness, session.silence_s
 
     def run(self, operations: Sequence[dist.P2POp]) -> None:
         """Carry out sends and receives, all at once."""

@@ -80,6 +80,8 @@ class Session:
         self.rank, self.size = world.rank, world.size
         self.liveness = liveness
         self.deadline_s, self.silence_s = deadline_s(), silence_s()
+        self._opened: list[Group] = []
+        self.owns_default = False  # torch's default group was opened here, not by the script
         self.control = self.new_group(torch.device("cpu"))
         self.part, self.parts = world.rank, world.size  # which share of each batch this rank works on, of how many
         self.peers = self.control  # the ranks that hold the other parts of what this one holds
@@ -127,7 +129,9 @@ class Session:
         except RuntimeError as error:
             raise explain(error, what, self.liveness, self.silence_s) from None
         assert group is not None
-        return Group(group, self.liveness, deadline_s=self.deadline_s, silence_s=self.silence_s)
+        made = Group(group, self.liveness, deadline_s=self.deadline_s, silence_s=self.silence_s)
+        self._opened.append(made)
+        return made
 
     def arrange(self, stages: int) -> None:
         """Let ``stages`` consecutive ranks work on one share of each batch together; all ranks call it.
@@ -292,8 +296,14 @@ class Session:
             return
         if failed():
             self.liveness.hang_up()
-        else:
-            self.liveness.leave()
+            return
+        self.liveness.leave()
+        # gloo's threads let go of the last tensors after whoever waited for them has gone on. One that does so while
+        # the interpreter ends aborts the process; closing a group joins its threads.
+        for group in self._opened:
+            group.close()
+        if self.owns_default and dist.is_initialized():
+            dist.destroy_process_group()
 
 
 _current: Session | None = None
@@ -328,7 +338,8 @@ def _join(world: World, device: torch.device, kind: type[Session]) -> Session:
     # Every rank computes with its part of the cores; two ranks with all of them would only take turns.
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, usable_cores() // world.local_size))
-    if dist.is_initialized():
+    owns_default = not dist.is_initialized()
+    if not owns_default:
         store = dist.distributed_c10d._get_default_store()
     else:
         interface = interface_to(world.address)
@@ -345,6 +356,7 @@ def _join(world: World, device: torch.device, kind: type[Session]) -> Session:
             timeout=datetime.timedelta(seconds=deadline_s() + 60),
         )
     session = Session(world, _watch(world, PrefixStore("nearlinear", store)))
+    session.owns_default = owns_default
     atexit.register(session.close)
     return session
 

@@ -33,12 +33,11 @@ from nearlinear.core.plan import Plan
 from nearlinear.errors import InputError
 from nearlinear.torch import gradient as gradient_slot
 from nearlinear.torch.buffers import Buffers
-from nearlinear.torch.collectives import Pending
+from nearlinear.torch.collectives import Group, Pending
 from nearlinear.torch.reducer import Reducer
 from nearlinear.torch.session import Session
 from nearlinear.torch.sharded_blocks import LEAF_BYTES, blocks_of, members
 from nearlinear.torch.sharded_tensors import (
-    ShardGroup,
     found_anywhere,
     is_sharded,
     local,
@@ -203,7 +202,7 @@ def _blocks(model: nn.Module, plan: Plan) -> list[nn.Module]:
     return blocks_of(model, LEAF_BYTES if plan.bucket_bytes is None else plan.bucket_bytes)
 
 
-def _mesh(session: Session, device: torch.device) -> tuple[Any, ShardGroup]:
+def _mesh(session: Session, device: torch.device) -> tuple[Any, Group]:
     """Return the ranks as torch's sharding sees them, and what carries its messages; one of each serves all models."""
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -216,8 +215,8 @@ def _mesh(session: Session, device: torch.device) -> tuple[Any, ShardGroup]:
     # rank does so alone, the others do not take its message for theirs.
     for_torch, for_blocks = session.new_group(device), session.new_group(device)
     assert for_torch is not None and for_blocks is not None
-    mesh = DeviceMesh.from_group(ShardGroup.of(for_torch).process_group, device.type)
-    meshes.append((mesh, ShardGroup.of(for_blocks)))
+    mesh = DeviceMesh.from_group(for_torch.process_group, device.type)
+    meshes.append((mesh, for_blocks))
     return meshes[-1]
 
 
@@ -347,7 +346,7 @@ class Shards:
 
     link: Link | None = None
 
-    def __init__(self, named: Named, model: nn.Module, session: Session, group: ShardGroup, number: int) -> None:
+    def __init__(self, named: Named, model: nn.Module, session: Session, group: Group, number: int) -> None:
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self.session, self.group, self.number = session, group, number

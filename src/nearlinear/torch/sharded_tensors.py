@@ -10,54 +10,21 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from nearlinear.checkpoint.tensors import Array
 from nearlinear.torch.arrays import own_tensor, to_array, to_tensor
-from nearlinear.torch.collectives import Group, Pending
+from nearlinear.torch.collectives import Group
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 
-class ShardGroup(Group):
-    """The collective operations of sharding, with a deadline and a name for who is missing, like all others."""
-
-    @classmethod
-    def of(cls, group: Group) -> ShardGroup:
-        """Return ``group`` with these operations."""
-        new = cls.__new__(cls)
-        new.__dict__.update(group.__dict__)
-        return new
-
-    @property
-    def process_group(self) -> dist.ProcessGroup:
-        """What carries the messages."""
-        return self._group
-
-    def start_gather(self, whole: torch.Tensor, rows: torch.Tensor, what: str) -> Pending:
-        """Begin to fill ``whole``, shape ``(N * n,)``, by every rank's ``rows``, shape ``(n,)``."""
-        pending: Pending | None = self._guard(
-            lambda: dist.all_gather_single(whole, rows, group=self._group, async_op=True), what
-        )
-        assert pending is not None
-        return pending
-
-    def start_reduce_scatter(self, rows: torch.Tensor, whole: torch.Tensor, what: str) -> Pending:
-        """Begin to fill ``rows``, shape ``(n,)``, by this rank's part of the sum of every rank's ``whole``."""
-        pending: Pending | None = self._guard(
-            lambda: dist.reduce_scatter_single(rows, whole, group=self._group, async_op=True), what
-        )
-        assert pending is not None
-        return pending
+meshes: list[tuple[DeviceMesh, Group]] = []  # the ranks as torch sees them, and what carries their rows
 
 
-meshes: list[tuple[DeviceMesh, ShardGroup]] = []  # the ranks as torch sees them, and what carries their rows
-
-
-def _group_of(tensor: DTensor) -> ShardGroup:
+def _group_of(tensor: DTensor) -> Group:
     return next(group for mesh, group in meshes if mesh == tensor.device_mesh)
 
 

@@ -7,8 +7,13 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from nearlinear.testing import run_processes
@@ -130,6 +135,44 @@ def test_the_demo_trains_keras_on_real_data(tmp_path: Path) -> None:
     assert shown.returncode == 0, shown.stderr
     (difference,) = re.findall(r"largest difference of the two losses in 24 steps: (\S+)", shown.stdout)
     assert float(difference) < 1e-4
+
+
+def test_buckets_that_start_at_once_are_summed_in_one_order_on_all_ranks() -> None:
+    """Where TensorFlow has several threads: all of them find one exchange, and tell what they heard themselves."""
+    from nearlinear.tensorflow.reducer import _exchanger
+
+    class Slow:
+        """The connections of rank 0, which take a moment for everything."""
+
+        rank, peers = 0, (1,)
+
+        def __init__(self) -> None:
+            self.told, self.summed = list[int](), list[int]()
+
+        @property
+        def connected(self) -> Slow:
+            time.sleep(0.1)
+            return self
+
+        def send(self, peer: int, tag: str, name: bytes, what: str) -> None:
+            time.sleep(0.001 * (int(name) % 3))
+            self.told.append(int(name))
+
+        def all_reduce(self, tag: str, flat: np.ndarray[Any, Any], what: str) -> None:
+            self.summed.append(int(flat[0]))
+
+        def until(self, done: Callable[[float], bool], what: str) -> None:
+            assert done(10.0)
+
+    session: Any = Slow()
+
+    def exchange(name: int) -> None:
+        exchanger = _exchanger(session)
+        exchanger.get(exchanger.put(str(name), np.array([float(name)]), None))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(exchange, range(100)))
+    assert sorted(session.told) == list(range(100)) and session.told == session.summed
 
 
 @pytest.mark.parametrize("framework", ["torch", "tensorflow"])

@@ -31,12 +31,16 @@ def main(way: str, name: str, seconds: float, blocks: int, out: str) -> None:
     speeds = globals()[f"_{way}"](bench, seconds, blocks)
     if RANK == 0:
         Path(out).write_text(json.dumps(speeds))
+    if way.startswith("strategy"):
+        os._exit(0)  # its processes wait for each other for a minute where one ends first
 
 
 def _fit(model: Any, data: Any, batch: int, whole: int, seconds: float, blocks: int) -> list[float]:
+    batches = _batches(data, batch)
+
     def epochs(count: int) -> float:
         began = time.perf_counter()
-        model.fit(*data, batch_size=batch, epochs=count, verbose=0, shuffle=False)
+        model.fit(batches, epochs=count, verbose=0)
         return time.perf_counter() - began
 
     epochs(2)
@@ -45,6 +49,20 @@ def _fit(model: Any, data: Any, batch: int, whole: int, seconds: float, blocks: 
     if "nearlinear" in sys.modules:
         count = int(sys.modules["nearlinear"].total(float(count))) // max(1, int(os.environ.get("WORLD_SIZE", "1")))
     return [whole * STEPS * count / epochs(count) for _ in range(blocks)]
+
+
+def _batches(data: Any, batch: int) -> Any:
+    """Return a data set of whole batches, the same for all ways.
+
+    It is not tuned: at the end of every epoch tf.data waits for the thread that does so, up to as long again as the
+    epoch took, in some runs and not in others.
+    """
+    import tensorflow as tf
+
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+    return tf.data.Dataset.from_tensor_slices(data).batch(batch).prefetch(2).with_options(options)
 
 
 def _compiled(keras: Any, bench: Bench) -> Any:
@@ -99,10 +117,7 @@ def _strategy(bench: Bench, seconds: float, blocks: int) -> list[float]:
         optimizer = keras.optimizers.SGD(0.01)
         optimizer.build(model.trainable_variables)
         loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
-    data = bench.data(bench.batch * STEPS)
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
-    batches = tf.data.Dataset.from_tensor_slices(data).batch(bench.batch).with_options(options).repeat()
+    batches = _batches(bench.data(bench.batch * STEPS), bench.batch).repeat()
     iterator = iter(strategy.experimental_distribute_dataset(batches))
 
     @tf.function  # type: ignore[untyped-decorator]
@@ -140,9 +155,7 @@ def _strategy_fit(bench: Bench, seconds: float, blocks: int) -> list[float]:
 
     with strategy.scope():
         model = _compiled(tf_keras, bench)
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
-    data = tf.data.Dataset.from_tensor_slices(bench.data(bench.batch * STEPS)).batch(bench.batch).with_options(options)
+    data = _batches(bench.data(bench.batch * STEPS), bench.batch)
 
     def epochs(count: int) -> float:
         began = time.perf_counter()

@@ -80,6 +80,14 @@ def mlp_numpy(note: Note) -> None:
 
 
 @case
+def a_message_for_every_variable(note: Note) -> None:
+    x, y = points(67)
+    model = nl.distribute(mlp(), strategy=nl.Plan("data", bucket_bytes=64))
+    history(note, model.fit(x, y, batch_size=16, epochs=2, verbose=0))
+    weights(note, model)
+
+
+@case
 def stops_early(note: Note) -> None:
     x, y = points(64)
     model = nl.distribute(mlp(optimizer=keras.optimizers.SGD(2.5)))

@@ -149,7 +149,14 @@ def share_out(whole: tf.data.Dataset, rank: int, ranks: int) -> tf.data.Dataset:
     def split(*element: Any) -> Any:
         return share_of(element if is_tuple else element[0], rank, ranks)
 
-    return whole.map(split, num_parallel_calls=2, deterministic=True)
+    shares = whole.map(split, num_parallel_calls=2, deterministic=True)
+    if ranks == 1 or whole.options().autotune.enabled is not None:
+        return shares
+    # At the end of a pass tf.data waits for the thread that tunes it to wake up, which it does in longer and longer
+    # intervals (seen in TensorFlow 2.21: every other epoch took twice its time). All ranks would wait for the unlucky.
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return shares.with_options(options)
 
 
 def share_of(batch: Any, rank: int, ranks: int) -> tuple[Any, tf.Tensor]:
@@ -179,8 +186,32 @@ def share_of(batch: Any, rank: int, ranks: int) -> tuple[Any, tf.Tensor]:
     mark = tf.stack([tf.cast(samples, tf.float64), tf.cast(mine, tf.float64), digest])
     if ranks == 1:
         return batch, mark
-    cut = tree.map_structure(lambda leaf: _cut(leaf, start, stop, rank, ranks) if _is_batched(leaf) else leaf, batch)
-    return cut, mark
+
+    def cut(leaf: Any) -> Any:
+        part = _cut(leaf, start, stop)
+        if isinstance(leaf, tf.Tensor) and leaf.shape.rank and leaf.shape[0] is not None:
+            rows = max(1, len(share(leaf.shape[0], rank, ranks)))
+            part = tf.ensure_shape(part, [rows, *leaf.shape[1:]])
+        return part
+
+    return tree.map_structure(lambda leaf: cut(leaf) if _is_batched(leaf) else leaf, batch), mark
+
+
+def part_of(batch: Any, samples: tf.Tensor, share: tf.Tensor) -> tuple[Any, tf.Tensor]:
+    """Return the part of a batch that lies between two fractions of it, and how many samples that is.
+
+    Where it is none, a copy of the first sample stands in for it.
+
+    Args:
+        batch: As that of ``share_of``.
+        samples: In the batch.
+        share: The fractions, shape ``(2,)``; where one part ends the next begins (``core.shares.share_between``).
+    """
+    ends = tf.cast(tf.floor(share * samples + 0.5), tf.int64)
+    mine = ends[1] - ends[0]
+    start, stop = tf.where(mine > 0, ends[0], 0), tf.where(mine > 0, ends[1], 1)
+    part = tree.map_structure(lambda leaf: _cut(leaf, start, stop) if _is_batched(leaf) else leaf, batch)
+    return part, tf.cast(mine, tf.float64)
 
 
 def require_same_batch(session: Session, mark: Any) -> None:
@@ -227,16 +258,12 @@ def _rows(leaf: Any) -> tf.Tensor:
     return leaf.dense_shape[0] if isinstance(leaf, tf.SparseTensor) else tf.shape(leaf, tf.int64)[0]
 
 
-def _cut(leaf: Any, start: tf.Tensor, stop: tf.Tensor, rank: int, ranks: int) -> Any:
+def _cut(leaf: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
     if isinstance(leaf, tf.SparseTensor):
         shape = leaf.dense_shape
         first = tf.concat([start[None], tf.zeros_like(shape[1:])], 0)
         return tf.sparse.slice(leaf, first, tf.concat([(stop - start)[None], shape[1:]], 0))
-    cut = leaf[start:stop]
-    if isinstance(leaf, tf.Tensor) and leaf.shape.rank and leaf.shape[0] is not None:
-        rows = max(1, len(share(leaf.shape[0], rank, ranks)))
-        cut = tf.ensure_shape(cut, [rows, *leaf.shape[1:]])
-    return cut
+    return leaf[start:stop]
 
 
 def _digest(leaf: Any) -> tf.Tensor:

@@ -34,7 +34,8 @@ from numpy.typing import NDArray
 
 from nearlinear.tensorflow.session import Session
 
-BUCKET_BYTES = 4 << 20
+SMALLEST, LARGEST = 1 << 18, 1 << 22  # bytes of a bucket, between which they are
+BUCKETS = 5  # that a model is cut into there: all but the last are exchanged beside the backward pass
 WHAT = "gradient exchange"
 _ALIGNED = 64  # bytes: TensorFlow takes an array over without copying it if it begins at a multiple of this
 
@@ -81,12 +82,12 @@ class Reducer:
         session: This process's part in the run.
         number: Of the optimizer, its own in this run and the same on all ranks.
         compress: ``"bf16"``: what float32 gradients are rounded to on the wire.
-        bucket_bytes: Bytes of gradient per exchange.
+        bucket_bytes: Bytes of gradient per exchange; None: a few exchanges per step.
     """
 
     def __init__(self, session: Session, number: int, *, compress: str | None, bucket_bytes: int | None) -> None:
         self.session, self._number = session, number
-        self._compress, self._bucket_bytes = compress, bucket_bytes or BUCKET_BYTES
+        self._compress, self._bucket_bytes = compress, bucket_bytes
         self._before: tuple[Any, list[tf.Tensor]] | None = None  # the graph of the latest exchange, and its outcome
         self.noted: dict[str, Array] | None = None  # the latest whole gradients by name, where somebody asked for them
 
@@ -144,6 +145,9 @@ class Reducer:
 
     def _buckets(self, site: str, gradients: Sequence[Any]) -> list[_Bucket]:
         """Group the dense gradients, those of the last layers first, for they are ready first."""
+        dense = [each for each in gradients if each is not None and not isinstance(each, tf.IndexedSlices)]
+        total = sum(each.shape.num_elements() * each.dtype.size for each in dense)
+        limit = self._bucket_bytes or min(max(total // BUCKETS, SMALLEST), LARGEST)
         buckets: list[_Bucket] = []
         open_: dict[tf.DType, tuple[_Bucket, int]] = {}
         for place in reversed(range(len(gradients))):
@@ -152,7 +156,7 @@ class Reducer:
                 continue
             size = gradient.shape.num_elements() * gradient.dtype.size
             bucket, filled = open_.get(gradient.dtype, (None, 0))
-            if bucket is None or filled + size > self._bucket_bytes:
+            if bucket is None or filled + size > limit:
                 bucket, filled = _Bucket(f"{site}.{len(buckets)}", [], gradient.dtype, [0]), 0
                 buckets.append(bucket)
             bucket.places.append(place)
@@ -219,6 +223,7 @@ class _Exchanger:
     def __init__(self, session: Session) -> None:
         self._mesh = session.connected
         self._order: queue.SimpleQueue[str] = queue.SimpleQueue()  # rank 0's own, as it starts them
+        self._telling = threading.Lock()  # of two buckets that start at once, all ranks hear of the same one first
         self._tickets = 0
         self._started: dict[str, list[tuple[int, Array, str | None]]] = {}
         self._done: dict[int, Array] = {}
@@ -233,9 +238,10 @@ class _Exchanger:
             self._started.setdefault(name, []).append((ticket, flat, compress))
             self._changed.notify_all()
         if self._mesh.rank == 0:
-            self._order.put(name)
-            for peer in self._mesh.peers:
-                self._mesh.send(peer, "order", name.encode(), WHAT)
+            with self._telling:
+                self._order.put(name)
+                for peer in self._mesh.peers:
+                    self._mesh.send(peer, "order", name.encode(), WHAT)
         return ticket
 
     def get(self, ticket: int) -> Array:
@@ -282,10 +288,12 @@ class _Exchanger:
 
 
 _exchangers: dict[int, _Exchanger] = {}
+_making = threading.Lock()  # TensorFlow starts two buckets at once
 
 
 def _exchanger(session: Session) -> _Exchanger:
     """Return the one thread of this process; buckets of all optimizers pass through it."""
-    if id(session) not in _exchangers:
-        _exchangers[id(session)] = _Exchanger(session)
-    return _exchangers[id(session)]
+    with _making:
+        if id(session) not in _exchangers:
+            _exchangers[id(session)] = _Exchanger(session)
+        return _exchangers[id(session)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -105,6 +106,21 @@ def test_clipped_gradients_do_not_say_how_noisy_a_batch_is(described: subprocess
     assert "the gradients are clipped" in " ".join(described.stdout.split())
 
 
+def test_machines_far_apart_are_planned_by_their_link(plan: Any) -> None:
+    done = plan("--strategy", "local", "--link", "1 Mbit/s, 80 ms", "-n", "4", "--json", "train.py")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    points = found["forecast"]["points"]
+    assert [point["devices"] for point in points] == [1, 2, 3, 4]
+    four = points[-1]
+    (every,) = re.findall(r"^local, exchange every (\d+) steps$", four["way"])
+    assert int(every) > 10  # 0.3 MB of int8 at 1 Mbit/s are some seconds, and a step milliseconds
+    # The batch stays, so what is lost in time to a loss is the price of training apart.
+    assert four["to_loss"] == pytest.approx(1.13**2 * four["seconds"] / points[0]["seconds"])
+    data = json.loads(plan("--strategy", "data", "--link", "1 Mbit/s, 80 ms", "-n", "2", "--json", "train.py").stdout)
+    assert data["forecast"]["stop"] == 1 and data["forecast"]["points"][-1]["seconds"] > 1
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -113,6 +129,10 @@ def test_clipped_gradients_do_not_say_how_noisy_a_batch_is(described: subprocess
         (["--cluster", "64 x H1000", "train.py"], "H1000"),
         (["--cluster", H100S, "-n", "17", "train.py"], "-n is 17; the cluster has 16 devices"),
         (["--share", "0", "train.py"], "--share is 0"),
+        (["--link", "100 Mbit/s", "train.py"], "'100 Mbit/s' has one part; write the bandwidth and the round trip"),
+        (["--link", "0 Mbit/s, 80 ms", "train.py"], "carries nothing"),
+        (["--link", "100 Mbit/s, 80 ms", "-n", "0", "train.py"], "-n is 0; --link plans for 1 to 1024 machines"),
+        (["--link", "1 Gbit/s, 1 ms", "--cluster", H100S, "train.py"], "give one of them"),
         (["train.py", "forget"], "without calling nl.distribute"),
         (["train.py", "fail"], "failed in its first steps"),
         (["--graph", "train.py", "train.py"], "give one of them"),

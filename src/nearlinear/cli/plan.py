@@ -23,7 +23,7 @@ from nearlinear.cli.probe import measured_here
 from nearlinear.cli.probe_tables import BUSY
 from nearlinear.cli.status import status
 from nearlinear.core.catalogue import DEVICES, load_cluster
-from nearlinear.core.cluster import Cluster
+from nearlinear.core.cluster import Cluster, Device, Island, Link
 from nearlinear.core.forecast import Forecast, Point
 from nearlinear.core.graph import Graph
 from nearlinear.core.plan import EXACT
@@ -40,7 +40,7 @@ from nearlinear.planning.scaling import SHARE, forecast
 from nearlinear.planning.timeline import timeline
 from nearlinear.planning.ways import Way, Work
 from nearlinear.runtime.environment import usable_cores
-from nearlinear.units import parse_seconds, seconds, size
+from nearlinear.units import parse_bandwidth, parse_seconds, seconds, size
 
 ROOFLINE_SPREAD = 0.3
 """Spread of times that were not measured but follow from data sheets and a share of them; ours, at one sigma."""
@@ -52,6 +52,15 @@ launches 2.9 were the kernel's (A. Gray, "Getting started with CUDA graphs", NVI
 TIMELINE_NOTE = (
     "The timeline is one step by events, with messages beside computing. The forecast is by formulae, in which "
     "messages and computing on one processor also hold each other up: the two may differ by a tenth or two."
+)
+
+FAR, MOST_FAR = 8, 1024
+"""Machines that --link plans for, and at most."""
+
+LOCAL_NOTE = (
+    "to a loss: the time, as a share of one machine's. Machines that train apart need more samples for the same loss: "
+    "published are 1.13 times as many for every doubling (arXiv 2503.09799), our worst was 1.67. The exchange is int8 "
+    "and beside the steps"
 )
 
 LEAST_STEPS = 8  # whose gradients say how noisy a batch is
@@ -78,9 +87,13 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="C",
         help="a file of `nearlinear probe`, or '64 x H100 80GB, NVLink within 8, 400 Gbit/s between' (default: here)",
     )
+    parser.add_argument(
+        "--link", metavar="L", help="-n machines like this one, far apart: '100 Mbit/s, 80 ms' (bandwidth, round trip)"
+    )
     parser.add_argument("-n", type=int, metavar="N", help="plan for N devices (default: the stop point's)")
     parser.add_argument("--optimize", choices=("speed", "memory"), default="speed", help="(default: speed)")
     parser.add_argument("--grow", action="store_true", help="let the batch grow with the devices, each its own")
+    parser.add_argument("--strategy", choices=(*EXACT, "local"), help="consider no other (default: all but local)")
     parser.add_argument("--local", action="store_true", help="consider local updates too, which change the numbers")
     parser.add_argument(
         "--share", type=float, default=SHARE, metavar="S", help="what one more device must add, of one (default: 0.5)"
@@ -104,7 +117,13 @@ def plan(options: argparse.Namespace) -> int:
     if options.graph is not None:
         if script:
             raise InputError(f"--graph plans the graph in a file and {script[0]!r} is a script; give one of them")
-        given = {"--cluster": options.cluster, "-n": options.n, "--html": options.html}
+        given = {
+            "--cluster": options.cluster,
+            "--link": options.link,
+            "--strategy": options.strategy,
+            "-n": options.n,
+            "--html": options.html,
+        }
         for name, value in given.items():
             if value is not None:
                 raise InputError(f"{name} is for scripts; --graph takes --devices, --bandwidth and --memory")
@@ -113,10 +132,17 @@ def plan(options: argparse.Namespace) -> int:
         raise InputError("which script? write it like `nearlinear plan train.py`")
     if not Path(script[0]).is_file():
         raise InputError(f"there is no script {script[0]!r} in {Path.cwd()}")
+    if options.link is not None:
+        if options.cluster is not None:
+            raise InputError("--link plans for machines like this one and --cluster says which; give one of them")
+        _parse_link(options.link)
     if not 0 < options.share <= 1:
         raise InputError(f"--share is {options.share}; it must be above 0 and at most 1")
     with status() as say:
         cluster, here = _cluster(options.cluster, say)
+        if options.link is not None:
+            assert here is not None
+            cluster = _apart(here.devices[0], options.link, FAR if options.n is None else options.n)
         if options.n is not None and not 1 <= options.n <= len(cluster.devices):
             raise InputError(f"-n is {options.n}; the cluster has {len(cluster.devices)} devices")
         study = _study(script, here, options.timeout, say)
@@ -167,6 +193,33 @@ def _cluster(text: str | None, say: Callable[[str], None]) -> tuple[Cluster, Clu
         )
     here = measured.cluster()
     return described or here, here
+
+
+def _parse_link(text: str) -> Link:
+    """Return the link that ``"100 Mbit/s, 80 ms"`` describes, which is the bandwidth and the round trip.
+
+    Raises:
+        InputError: It is not understood.
+    """
+    speed, comma, round_trip = text.partition(",")
+    if not comma:
+        raise InputError(f"--link {text!r} has one part; write the bandwidth and the round trip: '100 Mbit/s, 80 ms'")
+    bandwidth = parse_bandwidth(speed.strip())
+    if not bandwidth:
+        raise InputError(f"--link {text!r} carries nothing; give its bandwidth, like 100 Mbit/s")
+    return Link(parse_seconds(round_trip.strip()) / 2, bandwidth)
+
+
+def _apart(device: Device, link: str, count: int) -> Cluster:
+    """Return ``count`` such devices, each with a link of its own to all others.
+
+    Raises:
+        InputError: ``count`` is below 1 or above ``MOST_FAR``.
+    """
+    if not 1 <= count <= MOST_FAR:
+        raise InputError(f"-n is {count}; --link plans for 1 to {MOST_FAR} machines")
+    between = _parse_link(link)
+    return Cluster((device,) * count, tuple(Island((each,), between) for each in range(count)), between)
 
 
 def _study(script: Sequence[str], here: Cluster | None, timeout_s: float, say: Callable[[str], None]) -> Study:
@@ -226,6 +279,8 @@ def _planned(
             work, graph=graph, reference=device, launch=started * LAUNCH_S, spread=ROOFLINE_SPREAD
         )
     strategies = (*EXACT, *(("local",) if options.local else ()))
+    if options.strategy is not None:
+        strategies = (options.strategy,)
     planner = Planner(work, cluster, strategies, options.optimize)
     noise = _noise(study)
     expected = forecast(planner, noise=None if isinstance(noise, str) else noise, share=options.share)
@@ -269,8 +324,11 @@ def _show(found: _Found, console: Console) -> None:
         console.print(_stages(found))
     for line in choice.reasons:
         console.print(f"- {line}", markup=False)
-    console.print(_curve(expected, loss=found.work.grows and isinstance(found.noise, NoiseScale)))
+    apart = any(point.way.startswith("local") for point in expected.points)
+    console.print(_curve(expected, loss=apart or (found.work.grows and isinstance(found.noise, NoiseScale))))
     console.print(f"[bold]stop at {expected.stop}[/]: {expected.reason}")
+    if apart:
+        console.print(f"[dim]{LOCAL_NOTE}[/]")
     strategy = choice.winner.way.strategy
     if choice.winner.way.devices > 1 and strategy == "local":
         console.print("[dim]ask for it: nearlinear run --listen ADDRESS:PORT, and on the others what it prints[/]")

@@ -70,3 +70,100 @@ def fractions(parts: Sequence[float], step_s: Sequence[float]) -> list[float]:
         wanted = [part * min(max(ratio, 1 - PACE), 1 + PACE) for part, ratio in zip(wanted, slower, strict=True)]
     wanted = [max(part, SLOWEST * max(wanted)) for part in wanted]
     return [part / sum(wanted) for part in wanted]
+
+
+# ---- by which way updates are exchanged
+
+MOST_DIRECT = 32
+"""Members that exchange directly: beyond, connections between all pairs are more than they bring."""
+
+CLEARLY = 0.9
+"""A way is left for one that takes no more than so much of its time: what is measured varies by as much."""
+
+
+def star_s(update_bytes: float, elsewhere: int, round_trip_s: float, centre: float) -> float:
+    """Return the seconds of an exchange through the centre, whose link takes in all updates, then gives out all means.
+
+        round trip + 2 elsewhere bytes / centre
+
+    Args:
+        update_bytes: Of one, encoded.
+        elsewhere: Members that are not on the centre's own machine.
+        round_trip_s: Of the longest link.
+        centre: Bytes per second of the centre's link, one way.
+    """
+    return round_trip_s + 2 * elsewhere * update_bytes / centre
+
+
+def direct_s(update_bytes: float, round_trip_s: float, up: Sequence[float]) -> float:
+    """Return the seconds of an exchange in which every member sums a part, and sends it to all.
+
+    A member with the part p sends the others' parts of its update, 1 - p, and its own part of the mean to each of the
+    N - 1 others. Sums begin while updates are still on their way, so only bytes count, and five messages one after the
+    other: ready, go, the last of the mean, done, commit.
+
+        5/2 round trips + max over members of (1 + (N - 2) p) bytes / up
+
+    Args:
+        update_bytes: Of one, encoded.
+        round_trip_s: Of the longest link.
+        up: Bytes per second that each member sends.
+    """
+    sent = [1 + (len(up) - 2) * part for part in parts(up)]
+    return 2.5 * round_trip_s + max(each * update_bytes / rate for each, rate in zip(sent, up, strict=True))
+
+
+def parts(up: Sequence[float]) -> list[float]:
+    """Return the part of the vector that each member sums, so that all have sent their share at the same time.
+
+    With the part p a member sends (1 + (N - 2) p) vectors; all take as long where that is in proportion to its
+    link. One whose link is so slow that its own update alone takes longer sums nothing.
+
+    Args:
+        up: Bytes per second that each member sends.
+
+    Returns:
+        Parts that sum to 1.
+
+    Example:
+        >>> parts([1.0, 1.0, 1.0, 1.0]), parts([2.0, 1.0, 1.0]), parts([10.0, 10.0, 1.0])
+        ([0.25, 0.25, 0.25, 0.25], [1.0, 0.0, 0.0], [0.5, 0.5, 0.0])
+    """
+    count = len(up)
+    if count <= 2:  # each sends one vector, however it is parted
+        return [1 / count] * count
+    able = list(range(count))
+    while True:
+        time = (count - 2 + len(able)) / sum(up[each] for each in able)  # in vectors: the members of `able` end then
+        slow = [each for each in able if time * up[each] < 1]
+        if not slow:
+            break
+        able = [each for each in able if each not in slow]
+    found = [(time * up[each] - 1) / (count - 2) if each in able else 0.0 for each in range(count)]
+    return [each / sum(found) for each in found]
+
+
+def direct(
+    update_bytes: float, elsewhere: int, round_trip_s: float, centre: float, up: Sequence[float], now: bool
+) -> bool:
+    """Return whether members that reach each other exchange directly, rather than through the centre.
+
+    Args:
+        update_bytes: Of one, encoded.
+        elsewhere: Members that are not on the centre's own machine.
+        round_trip_s: Of the longest link.
+        centre: Bytes per second of the centre's link, one way; 0 before it was measured, which its own way does.
+        up: Bytes per second that each member sends; 0 before it was measured: then it is taken to be the fastest link
+            that is known, so that it is tried.
+        now: They exchange directly at present.
+
+    Example:
+        >>> direct(4e6, 3, 0.08, 12.5e6, [0.0] * 4, now=False), direct(64e3, 3, 0.08, 12.5e6, [0.0] * 4, now=False)
+        (True, False)
+    """
+    if not 2 <= len(up) <= MOST_DIRECT or not centre:
+        return False
+    fastest = max(centre, *up)
+    one = direct_s(update_bytes, round_trip_s, [rate or fastest for rate in up])
+    other = star_s(update_bytes, elsewhere, round_trip_s, centre)
+    return CLEARLY * one <= other if now else one <= CLEARLY * other

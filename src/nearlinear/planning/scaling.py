@@ -21,9 +21,9 @@ less, whoever pays per device for more."""
 def forecast(planner: Planner, *, noise: NoiseScale | None = None, share: float = SHARE) -> Forecast:
     """Return what to expect of 1, 2, 4, ... devices, each with its best way, and where to stop.
 
-    Time to a loss, where ``noise`` is known: steps times step time, over that of one device; it then decides where to
-    stop, else samples per second do. Local updates need more samples; their published penalty (``local_penalty``) is in
-    both.
+    Time to a loss, where ``noise`` is known or the batch does not grow: steps times step time, over that of one device;
+    it then decides where to stop, else samples per second do. Local updates need more samples; their published penalty
+    (``local_penalty``) is in both.
 
     Args:
         planner: Knows what is trained and on what; its first devices are taken first. ``planner.choose(devices)`` says
@@ -98,11 +98,11 @@ def stopping_point(
 
 def _point(found: Candidate, one: Candidate, noise: NoiseScale | None) -> Point:
     to_loss = None
-    if noise is not None:
+    if noise is not None or found.samples == one.samples:
         penalty = 1.0 if found.exact else local_penalty(found.way.devices)[0]
         # Local updates: each device takes steps of its own share, and the penalty is for what that loses.
-        pace = noise.steps(found.samples) * found.seconds * penalty
-        to_loss = pace / (noise.steps(one.samples) * one.seconds)
+        steps = 1.0 if noise is None else noise.steps(found.samples) / noise.steps(one.samples)
+        to_loss = steps * penalty * found.seconds / one.seconds
     way = str(found.way) + (f", exchange every {found.every} steps" if not found.exact else "")
     return Point(
         found.way.devices,

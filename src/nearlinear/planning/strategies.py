@@ -12,14 +12,12 @@ from nearlinear.core.cluster import Cluster, Exchange
 from nearlinear.planning.buckets import bucket_bytes
 from nearlinear.planning.exchange import Network, links, scaled
 from nearlinear.planning.overlap import Message, beside, in_turn
+from nearlinear.planning.rounds import direct_s, interval, star_s
 from nearlinear.planning.staged import pipeline
 from nearlinear.planning.ways import Candidate, Way, Work, brought, slowest
 
-HIDDEN = 0.05
-"""Share of the time that local updates may spend communicating: what the interval between exchanges is chosen by."""
-
-LONGEST = 500
-"""Steps between two exchanges at most: the interval of DiLoCo (Douillard et al. 2023, arXiv 2311.08105)."""
+SENT = (1 + 1 / 64) / 4
+"""Bytes that local updates send for each byte of float32 parameters: the codec int8, with a scale per 256 values."""
 
 ASSUMED_SPREAD = 0.15
 """Spread of a link that was described and not measured: what data sheets leave open, at one sigma; ours."""
@@ -133,16 +131,33 @@ def _sharded(way: Way, work: Work, network: Network) -> Candidate:
 
 
 def _local(way: Way, work: Work, network: Network) -> Candidate:
-    """Every device trains alone and all are averaged every so many steps, so that it takes ``HIDDEN`` of the time."""
+    """Every device trains on its share apart from the others; what they learnt is exchanged once a round, beside it.
+
+    steps     |== round 7 ==|== round 8 ==|     as many steps as hide the exchange twice over (planning/rounds.py)
+    exchange                |- 7 -|       |- 8 -|
+    """
     micro = _microbatch(way, work)
     slow = slowest(work, network, network.all)
     scale = slow * micro / work.graph.samples
     compute = way.microbatches * (work.launch * slow + scale * (work.forward + work.backward))
     update = _update(work, network)
-    takes = network.all_reduce(network.all, work.graph.parameter_bytes, work.algorithms)
-    every = min(max(math.ceil(takes / (HIDDEN * (compute + update))), 1), LONGEST) if compute + update else 1
+    every, exposed = _rounds(work, network, compute + update)
     memory = work.state_bytes + 2 * work.graph.parameter_bytes + work.activation_bytes * micro / work.graph.samples
-    return brought(way, work, network, memory, compute, takes / every, 0.0, update, every)
+    return brought(way, work, network, memory, compute, exposed, 0.0, update, every)
+
+
+def _rounds(work: Work, network: Network, step: float) -> tuple[int, float]:
+    """Return the steps of a round of local updates, and the seconds per step that its exchange is not hidden."""
+    if len(network.all) == 1:
+        return 1, 0.0
+    link = network.cluster.slowest(network.all)
+    sent, count = SENT * work.graph.parameter_bytes, len(network.all)
+    takes = min(
+        direct_s(sent, 2 * link.latency, [link.bandwidth] * count),
+        star_s(sent, count - 1, 2 * link.latency, link.bandwidth),
+    )
+    every = interval(takes, step)
+    return every, max(takes / every - step, 0.0)
 
 
 _STRATEGIES: dict[str, Callable[[Way, Work, Network], Candidate]] = {

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import nearlinear.errors
-from nearlinear.observe.live import KEPT, Live, Step, live_text, summary_text
+from nearlinear.observe.live import KEPT, Apart, Live, Step, live_text, summary_text
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,52 @@ from nearlinear.observe.live import KEPT, Live, Step, live_text, summary_text
 )
 def test_the_live_line_says_step_speed_and_communication(step: Step, text: str) -> None:
     assert live_text(step) == text
+
+
+@pytest.mark.parametrize(
+    ("apart", "text"),
+    [
+        (
+            Apart(12, 2, 4_000, 5_000, alone_samples_per_s=650.0),
+            "round 12 · 2 members · step 120 · 1,200 samples/s = 1.85 x alone · 7 % waiting · sent 4 KB, received 5 KB",
+        ),
+        (
+            Apart(1200, 3, 999, 0),  # never alone
+            "round 1,200 · 3 members · step 120 · 1,200 samples/s · 7 % waiting · sent 999 B, received 0 B",
+        ),
+        (
+            Apart(1, 1, 2_000, 10, alone_samples_per_s=650.0),  # alone it is one machine
+            "round 1 · 1 member · step 120 · 1,200 samples/s · 7 % waiting · sent 2 KB, received 10 B",
+        ),
+    ],
+)
+def test_the_live_line_of_machines_far_apart_says_what_the_others_bring_and_cost(apart: Apart, text: str) -> None:
+    assert live_text(Step(120, 1200.0, 0.07), apart) == text
+
+
+@pytest.mark.parametrize(
+    ("apart", "text"),
+    [
+        (Apart(12, 2, 4_000, 5_000, 650.0, 1200.0), "with others 1,200 samples/s, alone 650: 1.85 x one machine"),
+        (
+            Apart(12, 2, 4_000, 5_000, None, 1200.0),
+            "with others 1,200 samples/s; this machine alone was not measured, for others were always here",
+        ),
+        (Apart(12, 1, 4_000, 5_000, 650.0), "no time with other members was measured"),
+    ],
+)
+def test_the_summary_of_machines_far_apart_says_what_was_measured_and_what_was_not(apart: Apart, text: str) -> None:
+    assert summary_text([Step(30, 900.0, 0.25)], 12.34, apart) == (
+        "30 steps in 12.3 s · median 900 samples/s · 25 % of the time waiting for other members\n"
+        f"12 rounds · sent 4 KB, received 5 KB · {text}"
+    )
+
+
+def test_a_member_tells_how_it_stands_beside_its_steps() -> None:
+    event = {"kind": "apart", "round": 3, "members": 2, "sent": 10, "received": 20, "alone_samples_per_s": None}
+    assert Apart.from_event({**event, "new": 1}) == Apart(3, 2, 10, 20)
+    assert Apart.from_event({"kind": "apart", "round": 3}) is None
+    assert Apart.from_event({**event, "kind": "step"}) is None
 
 
 @pytest.mark.parametrize(
@@ -135,6 +181,35 @@ def test_a_terminal_shows_the_live_line_and_then_the_summary(tmp_path: Path, col
     assert drawn == "\r\x1b[2K" + line
     assert "7 steps in" in summary
     assert "predicted 1,300 samples/s, measured 1,234 (5 % slower)" in summary
+
+
+APART = """
+from nearlinear.events import send_to_launcher
+send_to_launcher("distributed", rank=0, world_size=1)
+send_to_launcher("apart", round=4, members=2, sent=1000, received=2000, alone_samples_per_s=500.0)
+send_to_launcher("step", rank=0, step=7, samples_per_s=1000.0, waiting=0.07)
+send_to_launcher(
+    "apart", round=5, members=2, sent=3000, received=4000, alone_samples_per_s=500.0, together_samples_per_s=900.0
+)
+"""
+
+
+@pytest.mark.timeout(60)
+def test_a_terminal_shows_how_a_member_stands(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(APART)
+    master, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
+    env = {**os.environ, "PYTHONPATH": str(Path(nearlinear.errors.__file__).parents[1]), "TERM": "xterm"}
+    command = [sys.executable, "-m", "nearlinear", "run", "--record", str(tmp_path / "record.jsonl"), str(script)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=terminal, env=env)
+    os.close(terminal)
+    said = read_terminal(master)
+    os.close(master)
+    assert process.wait() == 0
+    line = "round 4 · 2 members · step 7 · 1,000 samples/s = 2 x alone · 7 % waiting · sent 1 KB, received 2 KB"
+    assert "\r\x1b[2K" + line in said
+    assert "5 rounds · sent 3 KB, received 4 KB · with others 900 samples/s, alone 500: 1.8 x one machine" in said
 
 
 @pytest.mark.timeout(60)

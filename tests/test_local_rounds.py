@@ -36,7 +36,8 @@ def test_a_late_member_is_waited_for_as_long_as_the_first_took_and_30_s_at_least
     assert not made.closes(199.0) and [late.number for late in made.late()] == [0]
     assert made.closes(200.0) and made.close(200.0) == [1]
     made.updated(1, 201.0)
-    assert made.closes(201.0) and made.close(201.0) == [1], "it is not waited for a second time"
+    assert not made.closes(201.4), "it is given a moment"
+    assert made.closes(201.5) and made.close(202.0) == [1], "it is not waited for a second time"
     made.updated(0, 202.0)
     made.updated(1, 203.0)
     assert made.close(203.0) == [0, 1]
@@ -119,6 +120,28 @@ def test_there_is_an_end_to_what_is_remembered() -> None:
 events = st.lists(
     st.tuples(st.sampled_from(["join", "update", "gone", "heard", "close"]), st.integers(0, 4)), max_size=60
 )
+
+
+def test_a_round_of_some_members_neither_waits_for_others_nor_calls_them_late() -> None:
+    made = rounds(3)
+    made.updated(0, 1.0)
+    made.updated(1, 1.0)
+    assert not made.closes(1.0) and made.closes(1.0, [0, 1]) and made.late([0, 1]) == []
+    assert made.close(1.0, [0, 1]) == [0, 1]
+    made.updated(0, 2.0)
+    made.updated(1, 2.0)
+    assert not made.closes(3.0), "the third was not late"
+
+
+def test_a_round_that_is_begun_again_wants_all_updates_anew() -> None:
+    made = rounds(2)
+    made.updated(0, 1.0)
+    made.updated(1, 1.0)
+    made.begin_again()
+    assert made.ready() == [] and not made.closes(2.0)
+    made.updated(0, 3.0)
+    made.updated(1, 3.0)
+    assert made.closes(3.0) and made.close(3.0) == [0, 1]
 
 
 @given(events=events)

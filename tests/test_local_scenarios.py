@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import queue
 import random
+import socket
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ EVENTS = {
     "hear": 6,
     "a round": 3,
     "cut": 2,  # the connection breaks; it calls again
+    "lose": 1,  # its link with another member breaks
     "silence": 1,  # it says nothing for longer than it may
     "death": 1,
     "join": 2,
@@ -32,10 +35,11 @@ QUICK = {"beat_s": 0.05, "silence_s": 0.4, "patience_s": 0.2}
 
 
 class Scenario:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, direct: bool) -> None:
         self.random = random.Random(seed)
         self.numbers = np.random.default_rng(seed)
-        self.run = Run(**QUICK)
+        self.options: dict[str, Any] = {**QUICK, "direct": lambda *known: direct}
+        self.run = Run(**self.options)
         self.alive: list[Ledger] = []
         self.told: list[str] = []
         for _ in range(3):
@@ -62,6 +66,8 @@ class Scenario:
             cut(one)
         elif what == "silence":
             one.member._beat_s = 1.0
+        elif what == "lose":
+            self.lose(one)
         elif what == "death" and len(self.alive) > 2:
             self.alive.remove(one)
             die(one)
@@ -71,10 +77,17 @@ class Scenario:
             port = self.run.centre.port
             self.run.centre.stop()
             self.run.centre = Centre.listen(
-                "127.0.0.1", port, self.run.key, say=self.run.said.append, gather_s=1.5, **QUICK
+                "127.0.0.1", port, self.run.key, say=self.run.said.append, gather_s=1.5, **self.options
             )
         if what != "silence":
             one.member._beat_s = 0.05
+
+    def lose(self, one: Ledger) -> None:
+        direct = one.member._direct
+        links = [] if direct is None else list(direct._peers._links.values())
+        for stream in links[0].streams if links else []:
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(stream.connection.sock, socket.SHUT_RDWR)
 
     def drain(self, one: Ledger) -> None:
         with contextlib.suppress(queue.Empty):
@@ -111,9 +124,10 @@ class Scenario:
 MANY = [pytest.param(seed, marks=pytest.mark.full) for seed in range(8, 50)]
 
 
+@pytest.mark.parametrize("direct", [False, True], ids=["star", "direct"])
 @pytest.mark.parametrize("seed", [*range(8), *MANY])
-def test_members_end_with_the_same_bits_and_nothing_learnt_is_lost_or_counted_twice(seed: int) -> None:
-    scenario = Scenario(seed)
+def test_members_end_with_the_same_bits_and_nothing_learnt_is_lost_or_counted_twice(seed: int, direct: bool) -> None:
+    scenario = Scenario(seed, direct=direct)
     try:
         for _ in range(30):
             scenario.step()

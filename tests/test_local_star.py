@@ -290,8 +290,8 @@ class Intruder:
         return True
 
 
-HELLO = {"version": 1, "identity": "z", "name": "intruder", "parameters": 1000, "buffers": 8, "layout": "x"}
-HELLO |= {"codec": "int8", "every": 0, "round": 0}
+HELLO = {"version": 2, "identity": "z", "name": "intruder", "parameters": 1000, "buffers": 8, "layout": "x"}
+HELLO |= {"codec": "int8", "every": 0, "round": 0, "round_trip": 0.0}
 UPDATE: Header = {"round": 0, "base": "", "samples": 1.0, "steps": 1, "seconds": 0.1, "exchange": 0.0}
 UPDATE |= {"codec": "fp32", "place": [], "rates": [], "at": 0, "behind": 0}
 
@@ -314,7 +314,7 @@ def test_the_intruders_hello_is_good(started: Start) -> None:
         [pack("hello", 10**9, **HELLO)],
         [pack("hello", **{**HELLO, "parameters": -1})],
         [pack("hello", **{**HELLO, "parameters": 10**30})],
-        [pack("hello", **{**HELLO, "version": 2})],
+        [pack("hello", **{**HELLO, "version": 3})],
         [pack("hello", **HELLO), pack("hello", **HELLO)],
         [pack("hello", **HELLO), pack("state", 4032), bytes(4032)],
         [pack("hello", **HELLO), pack("update", 10**12, **UPDATE)],

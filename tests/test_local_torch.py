@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, NamedTuple
 
 import pytest
+import torch
 
+from local_commands import ADAPTED, DEADLINE_S, Runs, assert_equal_where_both_were
 from nearlinear.cli.main import main
 from nearlinear.core.plan import Plan
 from nearlinear.errors import InputError
 from nearlinear.testing import Network, can_emulate
-from nearlinear.testing.links import Host
+from nearlinear.torch.local import gradient_signal
 
 pytest.importorskip("cryptography")
 pytestmark = pytest.mark.timeout(150)
-
-DEADLINE_S = 60.0
-LOOK_S = 0.2
 
 # Prints, after every pass, a digest of the outer parameters, which every member has then.
 TRAIN = """
@@ -77,122 +73,11 @@ for number in range(passes):
 """
 
 
-class Command:
-    """`nearlinear ...` in a session of its own, and what it writes."""
-
-    def __init__(self, *arguments: str, host: Host | None = None, **env: str) -> None:
-        command = [sys.executable, "-m", "nearlinear", *arguments]
-        self.process = subprocess.Popen(
-            command if host is None else host.command(command),
-            env={**os.environ, "OMP_NUM_THREADS": "1", "NEARLINEAR_DEADLINE": "60 s", **env},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self.lines: list[str] = []
-        self._more = threading.Condition()
-        self._readers = [
-            threading.Thread(target=self._read, args=(f,)) for f in (self.process.stdout, self.process.stderr)
-        ]
-        for reader in self._readers:
-            reader.start()
-
-    def _read(self, file: IO[str] | None) -> None:
-        assert file is not None
-        for line in file:
-            with self._more:
-                self.lines.append(line.rstrip())
-                self._more.notify_all()
-
-    def line(self, pattern: str, after: int = 0) -> re.Match[str]:
-        """Return the first line that matches, waiting for it."""
-
-        def found() -> re.Match[str] | None:
-            return next((match for line in self.lines[after:] if (match := re.search(pattern, line))), None)
-
-        with self._more:
-            for _ in range(int(DEADLINE_S / LOOK_S)):
-                if self._more.wait_for(lambda: found() is not None, LOOK_S) or self.process.poll() is not None:
-                    break
-        for reader in self._readers if self.process.poll() is not None else ():
-            reader.join(10)
-        match = found()
-        assert match is not None, f"no line {pattern!r} in {self.lines[-20:]}"
-        return match
-
-    def end(self) -> int:
-        """Return its exit code."""
-        code = self.process.wait(DEADLINE_S)
-        for reader in self._readers:
-            reader.join(10)
-        return code
-
-    def rank(self) -> int:
-        """Return the process number of the script that it runs."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        scripts = [pid for pid in children if "train.py" in Path(f"/proc/{pid}/cmdline").read_text()]
-        assert len(scripts) == 1, children
-        return int(scripts[0])
-
-    def passes(self) -> dict[int, Pass]:
-        """Return, by number, the passes it told of."""
-        told = [line.split("pass ")[1].split() for line in self.lines if re.search(r"pass \d+ \d+ \d+ \w+ \S+$", line)]
-        return {int(each[0]): Pass(int(each[1]), int(each[2]), each[3], float(each[4])) for each in told}
-
-
-class Pass(NamedTuple):
-    """A pass over the data: its steps, how many samples were right after it, the outer state, the learning rate."""
-
-    steps: int
-    right: int
-    digest: str
-    rate: float
-
-
-class Runs:
-    def __init__(self, folder: Path) -> None:
-        self.script, self.stop = folder / "train.py", folder / "stop"
-        self.script.write_text(TRAIN)
-        self.commands: list[Command] = []
-        self.ticket = ""
-
-    def listen(self, passes: int = 500, host: Host | None = None, **env: str) -> Command:
-        where = "127.0.0.1" if host is None else host.address
-        arguments = ("run", "--listen", f"{where}:0", "--record", "none", str(self.script), str(passes), str(self.stop))
-        command = self._start(*arguments, host=host, **env)
-        self.ticket = command.line(rf"^nearlinear join (nl1:{re.escape(where)}:\d+:\S{{32}}) .*train\.py")[1]
-        return command
-
-    def join(self, passes: int = 500, host: Host | None = None, **env: str) -> Command:
-        # With a record, as without one the command becomes the script itself.
-        record = str(self.script.parent / f"record-{len(self.commands)}.jsonl")
-        arguments = ("join", "--record", record, self.ticket, str(self.script), str(passes), str(self.stop))
-        return self._start(*arguments, host=host, **env)
-
-    def _start(self, *arguments: str, host: Host | None = None, **env: str) -> Command:
-        self.commands.append(Command(*arguments, host=host, **env))
-        return self.commands[-1]
-
-
 @pytest.fixture
 def runs(tmp_path: Path) -> Iterator[Runs]:
-    made = Runs(tmp_path)
+    made = Runs(tmp_path, TRAIN)
     yield made
-    for command in made.commands:
-        if command.process.poll() is None:
-            os.killpg(command.process.pid, signal.SIGKILL)
-            command.process.wait()
-
-
-def assert_equal_where_both_were(a: Command, b: Command, since: int) -> None:
-    mine, others = a.passes(), b.passes()
-    common = [number for number in mine if number in others and number >= since and others[number].steps]
-    assert common, (mine, others)
-    for number in common:
-        assert mine[number][1:3] == others[number][1:3], f"pass {number} ended with other parameters"
-        # Who was not always here steps at the rate that the run had a round before: three steps of a slow decay.
-        assert others[number].rate == pytest.approx(mine[number].rate, rel=0.03)
+    made.close()
 
 
 def test_a_member_that_comes_late_is_killed_and_comes_again_while_the_others_train(runs: Runs) -> None:
@@ -214,7 +99,7 @@ def test_a_member_that_comes_late_is_killed_and_comes_again_while_the_others_tra
     third.line(rf"pass {last + 3} 4 ")
     runs.stop.touch()
     assert third.end() == 0 and first.end() == 0 and second.end() == 128 + signal.SIGKILL
-    assert_equal_where_both_were(first, third, since=last + 1)
+    assert_equal_where_both_were(first, third, since=last + 1, rates=ADAPTED)
     assert max(each.right for each in first.passes().values()) >= 180, "of 192: it has learnt"
     first.line(r"\d+ rounds; received .* from the members, sent ")
 
@@ -250,7 +135,7 @@ def test_a_stopped_member_is_left_behind_and_comes_back(runs: Runs) -> None:
     second.line(rf"pass {last + 3} ")
     runs.stop.touch()
     assert second.end() == 0 and first.end() == 0
-    assert_equal_where_both_were(first, second, since=last + 1)
+    assert_equal_where_both_were(first, second, since=last + 1, rates=ADAPTED)
 
 
 @pytest.mark.netns
@@ -272,7 +157,7 @@ def test_a_member_whose_cable_is_pulled_comes_back_when_it_is_mended(runs: Runs)
         second.line(rf"pass {last + 3} ")
         runs.stop.touch()
         assert second.end() == 0 and first.end() == 0
-    assert_equal_where_both_were(first, second, since=last + 1)
+    assert_equal_where_both_were(first, second, since=last + 1, rates=ADAPTED)
 
 
 EXACT = """
@@ -324,9 +209,9 @@ def test_with_a_round_per_step_the_numbers_are_those_of_one_process(tmp_path: Pa
     )
     assert alone.returncode == 0, alone.stderr
     (here / "alone").unlink(missing_ok=True)
-    first = runs._start("run", "--listen", "127.0.0.1:0", str(runs.script), str(tmp_path / "a"), str(here), "2")
+    first = runs.start("run", "--listen", "127.0.0.1:0", str(runs.script), str(tmp_path / "a"), str(here), "2")
     runs.ticket = first.line(r"(nl1:\S+)")[1]
-    second = runs._start("join", runs.ticket, str(runs.script), str(tmp_path / "b"), str(here), "2")
+    second = runs.start("join", runs.ticket, str(runs.script), str(tmp_path / "b"), str(here), "2")
     assert first.end() == 0 and second.end() == 0, (first.lines, second.lines)
     one, two, both = (torch.load(tmp_path / f"{name}.pt") for name in ("alone", "a", "b"))
     for name, tensor in one.items():
@@ -456,3 +341,18 @@ def test_a_model_can_still_be_copied_and_pickled(tmp_path: Path, capfd: pytest.C
     (tmp_path / "train.py").write_text(BUILD + HOOKS)
     assert main(["run", "--listen", "127.0.0.1:0", "--record", "none", str(tmp_path / "train.py")]) == 0
     assert "copied" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("mean", "share"), [(0.0, 0.0), (1.0, 0.5), (1e3, 1.0)])
+def test_adams_moments_tell_the_signal_in_a_gradient_from_its_noise(mean: float, share: float) -> None:
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(torch.zeros(20_000))
+    optimizer = torch.optim.AdamW([parameter], lr=0.0)
+    assert gradient_signal(optimizer) is None
+    for _ in range(200):
+        parameter.grad = mean + torch.randn(20_000)  # noise of variance 1
+        optimizer.step()
+    found = gradient_signal(optimizer)
+    # The running means are of some twenty and a thousand steps: their ratio is known to about a hundredth.
+    assert found is not None and abs(found - share) < 0.03
+    assert gradient_signal(torch.optim.SGD([parameter], lr=0.1)) is None

@@ -78,5 +78,5 @@ MODELS = {
     "mlp": Bench(_mlp, _vectors, 1024),
     "cnn": Bench(_cnn, _images, 128),
     "transformer": Bench(_transformer, _sentences, 64),
-    "deep": Bench(_deep, _vectors, 2048),  # eight layers alike, for the pipeline
+    "deep": Bench(_deep, _vectors, 4096),  # eight layers alike, for the pipeline
 }

@@ -44,8 +44,7 @@ def _fit(model: Any, data: Any, batch: int, whole: int, seconds: float, blocks: 
         return time.perf_counter() - began
 
     epochs(2)
-    each = epochs(3) / 3
-    count = max(1, round(seconds / each))
+    count = max(1, round(seconds / epochs(1)))
     if "nearlinear" in sys.modules:
         count = int(sys.modules["nearlinear"].total(float(count))) // max(1, int(os.environ.get("WORLD_SIZE", "1")))
     return [whole * STEPS * count / epochs(count) for _ in range(blocks)]

@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
         return _listen(script, options, env)
     if options.ticket is not None:
         env |= {"NEARLINEAR_TICKET": str(options.ticket)}
-    if options.n in (None, 1) and options.record in (None, "none"):
+    elif options.n in (None, 1) and options.record in (None, "none"):
         _run_plain(script, env)
     return _run_here(script, options.n or 1, options, env)
 

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable
 
 from nearlinear.errors import InputError
-from nearlinear.planning.rounds import fractions, interval
+from nearlinear.planning.rounds import direct, fractions, interval, parts
 from nearlinear.runtime.environment import silence_s
 from nearlinear.runtime.interface import address_to
 from nearlinear.runtime.local.centre import Centre
@@ -38,7 +38,16 @@ class Listening:
         key, founder = new_key(), secrets.token_hex(16)
         self._say = say
         self._centre = Centre.listen(
-            host, port, key, say=say, interval=interval, fractions=fractions, silence_s=silence_s(), founder=founder
+            host,
+            port,
+            key,
+            say=say,
+            interval=interval,
+            fractions=fractions,
+            direct=direct,
+            parts=parts,
+            silence_s=silence_s(),
+            founder=founder,
         )
         self._founder = founder
         self._own = Ticket(_ANY.get(host, host), self._centre.port, key)

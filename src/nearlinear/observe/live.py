@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+from nearlinear.units import size
+
 REDRAW_S = 0.1
 KEPT = 10_000  # steps kept for the summary; of a longer run every second, fourth, ... one
 
@@ -40,28 +42,70 @@ class Step:
         return cls(**{name: event[name] for name in cls.__slots__ if name in event})
 
 
-def live_text(step: Step) -> str:
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """How a member of a run over the Internet stands (strategy ``local``).
+
+    Args:
+        round: The round in hand.
+        members: How many are here.
+        sent: Bytes since it entered.
+        received: Bytes since it entered.
+        alone_samples_per_s: What was measured while no other member was here; ``None``: there always was one.
+        together_samples_per_s: What was measured while others were here, all members together.
+    """
+
+    round: int
+    members: int
+    sent: int
+    received: int
+    alone_samples_per_s: float | None = None
+    together_samples_per_s: float | None = None
+
+    @classmethod
+    def from_event(cls, event: Mapping[str, Any]) -> Apart | None:
+        """Return what is in an event; None if it is another event."""
+        if event.get("kind") != "apart" or not {"round", "members", "sent", "received"} <= event.keys():
+            return None
+        return cls(**{name: event[name] for name in cls.__slots__ if name in event})
+
+
+def live_text(step: Step, apart: Apart | None = None) -> str:
     """Return the live line.
+
+    Args:
+        step: The latest step.
+        apart: How this member stands, where machines train apart.
 
     Example:
         >>> live_text(Step(120, 1234.0, 0.07, predicted_samples_per_s=1300.0))
         'step 120 · 1,234 samples/s · 7 % communicating · (predicted 1,300)'
+        >>> live_text(Step(120, 1200.0, 0.07), Apart(12, 2, 4_500_000, 5_000_000, alone_samples_per_s=650.0))
+        'round 12 · 2 members · step 120 · 1,200 samples/s = 1.85 x alone · 7 % waiting · sent 4.5 MB, received 5 MB'
     """
     parts = [f"step {step.step:,}"]
     if step.loss is not None:
         parts.append(f"loss {step.loss:.4g}")
-    parts += [f"{_count(step.samples_per_s)} samples/s", f"{_percent(step.waiting)} communicating"]
+    if apart is None:
+        parts += [f"{_count(step.samples_per_s)} samples/s", f"{_percent(step.waiting)} communicating"]
+    else:
+        parts = [f"round {apart.round:,}", _members(apart.members), *parts]
+        rate = f"{_count(step.samples_per_s)} samples/s"
+        if apart.members > 1 and apart.alone_samples_per_s:
+            rate += f" = {step.samples_per_s / apart.alone_samples_per_s:.3g} x alone"
+        parts += [rate, f"{_percent(step.waiting)} waiting", _traffic(apart)]
     if step.predicted_samples_per_s is not None:
         parts.append(f"(predicted {_count(step.predicted_samples_per_s)})")
     return " · ".join(parts)
 
 
-def summary_text(steps: Sequence[Step], wall_s: float) -> str:
-    """Return one or two lines on a run; nothing if it made no step.
+def summary_text(steps: Sequence[Step], wall_s: float, apart: Apart | None = None) -> str:
+    """Return one line or a few on a run; nothing if it made no step.
 
     Args:
         steps: What was reported.
         wall_s: Seconds from the start to the end of the run.
+        apart: How this member stood at the end, where machines trained apart.
 
     Example:
         >>> print(summary_text([Step(1, 900.0, 0.1), Step(2, 1000.0, 0.3, predicted_samples_per_s=1250.0)], 12.3))
@@ -75,8 +119,10 @@ def summary_text(steps: Sequence[Step], wall_s: float) -> str:
     waiting = statistics.fmean(step.waiting for step in steps)
     lines = [
         f"{last:,} step{'' if last == 1 else 's'} in {wall_s:,.1f} s · median {_count(measured)} samples/s · "
-        f"{_percent(waiting)} of the time communicating"
+        f"{_percent(waiting)} of the time {'communicating' if apart is None else 'waiting for other members'}"
     ]
+    if apart is not None:
+        lines.append(f"{apart.round:,} round{'' if apart.round == 1 else 's'} · {_traffic(apart)} · {_gain(apart)}")
     predicted = next((s.predicted_samples_per_s for s in reversed(steps) if s.predicted_samples_per_s), None)
     if predicted is not None:
         off = measured / predicted - 1
@@ -85,6 +131,25 @@ def summary_text(steps: Sequence[Step], wall_s: float) -> str:
             f"({_percent(abs(off))} {'slower' if off < 0 else 'faster'})"
         )
     return "\n".join(lines)
+
+
+def _gain(apart: Apart) -> str:
+    """Return what the other members brought, as far as it was measured here."""
+    alone, together = apart.alone_samples_per_s, apart.together_samples_per_s
+    if together is None:
+        return "no time with other members was measured"
+    both = f"with others {_count(together)} samples/s"
+    if alone is None:
+        return f"{both}; this machine alone was not measured, for others were always here"
+    return f"{both}, alone {_count(alone)}: {together / alone:.3g} x one machine"
+
+
+def _traffic(apart: Apart) -> str:
+    return f"sent {size(apart.sent)}, received {size(apart.received)}"
+
+
+def _members(count: int) -> str:
+    return f"{count} member{'' if count == 1 else 's'}"
 
 
 def _count(value: float) -> str:
@@ -110,10 +175,12 @@ class Live:
         self._steps: list[Step] = []
         self._seen, self._every = 0, 1
         self._last: Step | None = None
+        self._apart: Apart | None = None
         self._began = time.monotonic()
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Note an event, and redraw the line if it is a step."""
+        self._apart = Apart.from_event(event) or self._apart
         step = Step.from_event(event)
         if step is None:
             return
@@ -122,7 +189,7 @@ class Live:
         if self._shown and now - self._drawn_at >= REDRAW_S:
             self._drawn, self._drawn_at = True, now
             columns = os.get_terminal_size(self._file.fileno()).columns or 80  # 0: a terminal that was told no size
-            self._write("\r\x1b[2K" + live_text(step)[: columns - 1])
+            self._write("\r\x1b[2K" + live_text(step, self._apart)[: columns - 1])
 
     def clear(self) -> None:
         """Make way for other output; the next step draws the line again."""
@@ -133,7 +200,7 @@ class Live:
     def summary(self) -> str:
         """Return the summary of the run so far."""
         steps = self._steps if self._last is None or self._last is self._steps[-1] else [*self._steps, self._last]
-        return summary_text(steps, time.monotonic() - self._began)
+        return summary_text(steps, time.monotonic() - self._began, self._apart)
 
     def _note(self, step: Step) -> None:
         self._last = step

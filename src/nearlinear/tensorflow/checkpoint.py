@@ -24,6 +24,7 @@ from nearlinear.checkpoint.documents import Json, decode, encode, free_name
 from nearlinear.checkpoint.tensors import Array
 from nearlinear.checkpoint.together import Alone, Change, Ranks, change_all, on_all, require_one_checkpoint
 from nearlinear.errors import CheckpointError, InputError
+from nearlinear.tensorflow.session import Session
 from nearlinear.tensorflow.state import is_seed, separated
 
 PathLike = str | os.PathLike[str]
@@ -59,6 +60,8 @@ def save(
     """
     ranks = ranks or Alone()
     what = f"saving {os.fspath(path)}"
+    if isinstance(ranks, Session):
+        ranks.settle(what)
     positions = ranks.all_gather_json(streams.capture(), what)
 
     def write() -> None:

@@ -12,8 +12,10 @@ from nearlinear import events
 from nearlinear.core.plan import Plan
 from nearlinear.errors import InputError
 from nearlinear.runtime.environment import plan_asked_for
+from nearlinear.runtime.local.island import apart
 from nearlinear.tensorflow.data import SharedDataset
-from nearlinear.tensorflow.session import start
+from nearlinear.tensorflow.local import Apart, require_apart
+from nearlinear.tensorflow.session import current, start
 from nearlinear.tensorflow.train import Training, optimizers_of
 
 _OURS = "_nearlinear_training"
@@ -28,8 +30,11 @@ def distribute(
 ) -> list[Any]:
     """Hook the objects into the run, in place; return them. ``nearlinear.distribute`` documents the arguments."""
     plan = plan_asked_for(strategy)
+    far = apart(plan)
     optimizers = optimizers_of(model) if optimizer is None else [optimizer]
     _require(model, optimizers, loaders, plan, weight)
+    if far:
+        require_apart(model, optimizers, loaders, weight, current())
     session = start()
     if events.listened_to("gradients") and session.size > 1 and plan.strategy == "pipeline":
         raise InputError(
@@ -45,6 +50,8 @@ def distribute(
         from nearlinear.tensorflow.pipeline.train import distribute_pipeline
 
         distribute_pipeline(model, session, plan)
+    elif far:
+        setattr(model, _OURS, Apart(model, optimizers, session, plan, session.models))
     elif session.size > 1 or events.listened_to("gradients"):
         if plan.compress and session.size > 1:
             session.notice(f"{plan.compress} on the wire rounds gradients: the numbers are not those of one process")
@@ -72,8 +79,10 @@ def _require(model: keras.Model, optimizers: Sequence[Any], loaders: Sequence[An
         )
     if getattr(model, _OURS, None) is not None:
         raise InputError("this model was distributed before; call nl.distribute once, after compile")
-    if plan.strategy in ("sharded", "local"):
-        raise InputError(f"strategy {plan.strategy!r} is for PyTorch; Keras models train by 'data' or 'pipeline'")
+    if plan.strategy == "sharded":
+        raise InputError(
+            "strategy 'sharded' is for PyTorch; Keras models train by 'data' or 'pipeline', and far apart by 'local'"
+        )
     if not optimizers:
         raise InputError(
             "the model is not compiled and no optimizer was given: call model.compile(...) before nl.distribute, "

@@ -21,6 +21,7 @@ from nearlinear import events
 from nearlinear.errors import NearlinearError
 from nearlinear.runtime.ending import failed, install_excepthook, read_errors_by
 from nearlinear.runtime.environment import World, world_from
+from nearlinear.runtime.local.island import Island
 from nearlinear.runtime.mesh import Mesh, join
 
 Weight = Callable[[Any], Any]
@@ -56,6 +57,7 @@ class Session:
 
     def __init__(self, world: World, mesh: Mesh | None = None) -> None:
         self.rank, self.size, self.mesh = world.rank, world.size, mesh
+        self.island: Island | None = None  # where members train apart
         self.summed = False  # weight="sum": gradients are added, not averaged
         self.weight: Weight | None = None  # what a batch counts for, where the script says so
         self.parts = world.size  # into how many shares a batch is cut
@@ -92,6 +94,11 @@ class Session:
     def all_gather_json(self, value: Any, what: str = "a message") -> list[Any]:
         """Return every rank's ``value``."""
         return [value] if self.mesh is None else self.mesh.all_gather_json(value, what)
+
+    def settle(self, what: str) -> None:
+        """Return when the parameters are those of the run; they always are, but where members train apart."""
+        if self.island is not None:
+            self.island.settle(what)
 
     # ---- the batch in hand
 
@@ -201,9 +208,10 @@ def start() -> Session:
         read_errors_by(_own_error)
         _current = Session(world, join(world) if world.size > 1 else None)
         atexit.register(_current.close)
-        _shuffle_alike(_current)
         if world.size > 1:
-            _note_gradients(_current)
+            session = _current
+            shuffle_alike(lambda mine: session.all_gather_json(mine, "comparing seeds")[0])
+            _note_gradients(session)
     return _current
 
 
@@ -220,10 +228,14 @@ def _note_gradients(session: Session) -> None:
     tf.GradientTape.gradient = noting
 
 
-def _shuffle_alike(session: Session) -> None:
-    """Seed TensorFlow's operations alike on all ranks, where the script has not: so all shuffle in one order."""
-    seeded, drawn = session.all_gather_json([context.global_seed(), secrets.randbits(31)], "comparing seeds")[0]
-    if session.mesh is not None and seeded is None and context.global_seed() is None:
+def shuffle_alike(first: Callable[[Any], Any]) -> None:
+    """Seed TensorFlow's operations alike everywhere, where the script has not: so all shuffle in one order.
+
+    Args:
+        first: Returns what the first process has in place of what is given, which is this one's.
+    """
+    seeded, drawn = first([context.global_seed(), secrets.randbits(31)])
+    if seeded is None and context.global_seed() is None:
         tf.random.set_seed(drawn)
 
 

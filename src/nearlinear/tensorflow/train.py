@@ -54,6 +54,8 @@ class Training:
         number: Of the distribute call.
     """
 
+    no_xla = "XLA cannot hold the exchange of gradients"  # why it is turned off
+
     def __init__(
         self, model: keras.Model, optimizers: Sequence[Any], session: Session, plan: Plan, number: int
     ) -> None:
@@ -75,25 +77,30 @@ class Training:
         self._optimizers = list(optimizers)
         self._states: MetricStates | None = None
         self.replicas = Replicas(model, optimizers, session, self._plan.check_every)
-        self.reducers = []
+        self.reducers: list[Reducer] = []
         for optimizer in self._optimizers:
-            session.optimizers += 1
-            reducer = Reducer(
-                session, session.optimizers, compress=self._plan.compress, bucket_bytes=self._plan.bucket_bytes
-            )
-            reducer.noted = {} if events.listened_to("gradients") else None
-            optimizer.apply = _combining(optimizer, reducer)
-            self.reducers.append(reducer)
+            self._hook(optimizer)
         for name in ("train_function", "test_function", "predict_function"):
             setattr(model, name, None)  # one that was traced before knows nothing of the hooks
         if model.compiled and model.jit_compile:
             model.jit_compile = False
-            session.notice("jit_compile is turned off: XLA cannot hold the exchange of gradients")
+            session.notice(f"jit_compile is turned off: {self.no_xla}")
         if model.compiled and events.listened_to("gradients"):
             model.steps_per_execution = 1
         if session.mesh is not None:
             share_loss(model, session)
             batchnorm.synchronise(model, session)
+
+    def _hook(self, optimizer: Any) -> None:
+        """Let an optimizer step by the gradients of the whole batch."""
+        session = self._session
+        session.optimizers += 1
+        reducer = Reducer(
+            session, session.optimizers, compress=self._plan.compress, bucket_bytes=self._plan.bucket_bytes
+        )
+        reducer.noted = {} if events.listened_to("gradients") else None
+        optimizer.apply = _combining(optimizer, reducer)
+        self.reducers.append(reducer)
 
     def _compile(self, *arguments: Any, **options: Any) -> None:
         """Compile again, as after layers were made trainable."""
@@ -126,7 +133,11 @@ class Training:
         given["verbose"] = self._verbose(given["verbose"])
         self._begin(given["x"])
         with self._session.own_errors():
-            return self._own["fit"](**given)
+            return self._fit_on(given)
+
+    def _fit_on(self, given: dict[str, Any]) -> Any:
+        """Call the model's own ``fit`` with shares in place of the data."""
+        return self._own["fit"](**given)
 
     def _evaluate(self, *arguments: Any, **options: Any) -> Any:
         if options.get("_use_cached_eval_dataset"):  # within fit
@@ -267,7 +278,7 @@ class Training:
         self._session.seen = tree.map_structure(
             lambda each: tf.TensorSpec(each.shape, each.dtype), data_adapter_utils.unpack_x_y_sample_weight(batch)[0]
         )
-        if not _built(model, alone=alone):
+        if not is_built(model, alone=alone):
             try:
                 if alone:
                     backend.compute_output_spec(model, tree.map_structure(_symbolic, self._session.seen))
@@ -381,7 +392,8 @@ def _symbolic(spec: Any) -> keras.KerasTensor:
     return keras.KerasTensor(spec.shape, backend.standardize_dtype(spec.dtype))
 
 
-def _built(model: keras.Model, *, alone: bool) -> bool:
+def is_built(model: keras.Model, *, alone: bool) -> bool:
+    """Return whether all variables are there: those of the model, and unless it is needed alone those of its losses."""
     if not all(layer.built for layer in model._flatten_layers(include_self=False)):
         return False
     if alone:

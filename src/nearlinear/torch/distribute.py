@@ -19,10 +19,11 @@ from nearlinear.core.plan import Plan
 from nearlinear.errors import InputError
 from nearlinear.runtime.ending import install_excepthook
 from nearlinear.runtime.environment import plan_asked_for, world_from
+from nearlinear.runtime.local.island import apart
 from nearlinear.torch import batchnorm
 from nearlinear.torch.collectives import Group
 from nearlinear.torch.data import require_same_batches, require_shareable, share_out
-from nearlinear.torch.local import Island, apart
+from nearlinear.torch.local import IslandSession
 from nearlinear.torch.metrics import mean, total
 from nearlinear.torch.reducer import Reducer
 from nearlinear.torch.session import Session, Weight, start
@@ -66,13 +67,13 @@ def distribute(
     _check(model, optimizer, weight, meta=plan.strategy == "pipeline" and world_from().size > 1)
     named = _named_parameters(model, optimizer)
     device = next((each.device for _, each in named if not each.is_meta), torch.device("cpu"))
-    session = start(device, Island) if apart(plan) else start(device)
+    session = start(device, IslandSession) if apart(plan) else start(device)
     number = session.models
     session.models += 1
     pipelined = plan.strategy == "pipeline" and session.size > 1
     session.arrange(plan.stages_on(session.size))
     buffers = list(model.named_buffers())
-    if isinstance(session, Island):
+    if isinstance(session, IslandSession):
         session.enter(model, named, loaders, plan)
     require_same_model([*named, *buffers], session)
     if plan.strategy == "sharded" and session.size > 1:
@@ -99,7 +100,7 @@ def distribute(
         if plan.compress:
             session.notice(f"{plan.compress} on the wire rounds gradients: the numbers are not those of one process")
     notes = _hook(named, model, optimizer, session, plan, number)
-    if isinstance(session, Island):
+    if isinstance(session, IslandSession):
         session.attach(model, optimizer)
     facts = {"rank": session.rank, "world_size": session.size}
     what = {"front_end": "torch", "model": model, "optimizer": optimizer, "notes": notes, "compress": plan.compress}

@@ -46,15 +46,33 @@ class Admission:
         Raises:
             Rejected: It is not finite.
         """
-        with np.errstate(over="ignore", invalid="ignore"):
-            norm = math.sqrt(float(np.dot(update, update)))
-        if not math.isfinite(norm):  # or its square is more than float32 holds
-            norm = float(np.linalg.norm(update.astype(np.float64)))
-        if not math.isfinite(norm):
-            broken = int(len(update) - np.isfinite(update).sum())
-            raise Rejected(f"{broken} of its {len(update)} values are not finite")
+        norm = norm_of(update)
+        factor = self.factor(norm, steps)
+        self.remember(norm * factor, steps)
+        return factor
+
+    def factor(self, norm: float, steps: int) -> float:
+        """Return the factor at which an update of this norm enters."""
         size = norm / math.sqrt(max(steps, 1))
         usual = statistics.median(self._norms) if len(self._norms) >= ENOUGH else 0.0
-        factor = min(1.0, FAR * usual / size) if usual > 0 and size > 0 else 1.0
-        self._norms.append(size * factor)
-        return factor
+        return min(1.0, FAR * usual / size) if usual > 0 and size > 0 else 1.0
+
+    def remember(self, norm: float, steps: int) -> None:
+        """Judge later updates by this one too, which entered with this norm."""
+        self._norms.append(norm / math.sqrt(max(steps, 1)))
+
+
+def norm_of(values: Floats) -> float:
+    """Return the norm of an update, or of a part of one.
+
+    Raises:
+        Rejected: It is not finite.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        norm = math.sqrt(float(np.dot(values, values)))
+    if not math.isfinite(norm):  # or its square is more than float32 holds
+        norm = float(np.linalg.norm(values.astype(np.float64)))
+    if not math.isfinite(norm):
+        broken = int(len(values) - np.isfinite(values).sum())
+        raise Rejected(f"{broken} of its {len(values)} values are not finite")
+    return norm

@@ -1,22 +1,23 @@
-"""Turning the members' updates into one outer state that all of them hold: the middle of a star.
+"""Turning the members' updates into one outer state that all of them hold: the middle of a run.
 
     member 0 ── update ──▶ ┐           ┌ ── mean ──▶ member 0
     member 1 ── update ──▶ ┤  centre   ├ ── mean ──▶ member 1         all apply the same bytes to the same bits
     member 2 ── update ──▶ ┘           └ ── mean ──▶ member 2
 
 The centre trains nothing. It holds the outer parameters, so that a newcomer finds them when every other member is
-busy, takes in updates (``admission.py``), closes rounds (``rounds.py``), and sends the weighted mean, encoded once, to
-all. One thread, and connections that never block: a slow member costs the others nothing but its patience.
+busy, closes rounds (``rounds.py``), and decides by which way a round's updates are exchanged: through itself, as drawn
+(it takes them in, ``admission.py``, and sends the weighted mean, encoded once, to all), or among the members directly
+(``exchange.py``), where it counts and commits (``vote.py``). One thread, and connections that never block
+(``serving.py``): a slow member costs the others nothing but its patience.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import secrets
-import selectors
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,27 +28,48 @@ import numpy as np
 
 from nearlinear.errors import InputError
 from nearlinear.runtime.local.admission import Rejected
+from nearlinear.runtime.local.chunks import Chunks, bounds
 from nearlinear.runtime.local.codecs import CODECS, Undecodable
-from nearlinear.runtime.local.connection import Connection, Malformed, tune
-from nearlinear.runtime.local.frames import TEXT, Header, number, numbers, places, text, text_of, texts, whole
+from nearlinear.runtime.local.connection import Connection, Malformed
+from nearlinear.runtime.local.direct import roster
+from nearlinear.runtime.local.exchange import CENTRE, Plan
+from nearlinear.runtime.local.frames import (
+    TEXT,
+    Header,
+    number,
+    numbers,
+    pairs,
+    places,
+    text,
+    text_of,
+    texts,
+    whole,
+    wholes,
+)
+from nearlinear.runtime.local.introductions import Introductions
 from nearlinear.runtime.local.outer import Outer
 from nearlinear.runtime.local.rounds import Member, Rounds
+from nearlinear.runtime.local.serving import Caller, Server, listen
 from nearlinear.runtime.local.tls import Identity, identity
 from nearlinear.runtime.local.update import Sizes, silence
+from nearlinear.runtime.local.vote import Ready, Vote
 
-VERSION = 1
+VERSION = 2
 BEAT_S = 1.0
 SILENCE_S = 5.0
-HELLO_S = 10.0  # who has not introduced itself by then is shown out
-STRANGERS = 64  # connections without a hello that are kept
 WARM = 2  # updates of a member in which libraries wake up, whose times say nothing
 SMOOTH = 0.3  # of a new measurement in the running one
 AGREED = 256  # names that members agree on
 AGREED_BYTES = 1 << 26
 PILE = 8  # payloads that may wait for a member before it counts as not reading
+TRIES = 3  # of a direct exchange in one round; then it goes through the centre
+SHY = 10  # rounds without direct exchanges, after one that took too long
+EVEN = 1.25  # links whose speeds have this ratio are taken to be equal: parts that stay keep what was left out of them
 
 Interval = Callable[[float, float], int]
 Fractions = Callable[[Sequence[float], Sequence[float]], list[float]]
+Way = Callable[[float, int, float, float, Sequence[float], bool], bool]
+Parts = Callable[[Sequence[float]], list[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +105,9 @@ class Standing:
 
 
 @dataclass(slots=True, eq=False)
-class _Peer:
+class _Peer(Caller):
     """A connection and who is at its other end."""
 
-    connection: Connection
     member: Member | None = None
     identity: str = ""
     hello: Header | None = None  # held until the founder is here
@@ -99,9 +120,55 @@ class _Peer:
     rates: list[float] = field(default_factory=list)
     step_s: float = 0.0  # seconds of its step, smoothed; 0 while unknown
     exchange_s: float = 0.0  # seconds that its last exchange took, the wait for others left out
+    up: float = 0.0  # bytes per second that it sends to other members; 0 while unknown
+    round_trip_s: float = 0.0  # between it and the centre
+    near: bool = False  # it is on the centre's machine
+    turn: int = -1  # the last one that it was told to take part in
 
 
-class Centre:
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What is said of an update, by whichever way its values go; as in ``member.Update``, and:
+
+    Args:
+        round: Of which it is.
+        base: The hash of the outer parameters that it is relative to.
+        exchange: Seconds that the exchange before took, the wait for others left out.
+    """
+
+    round: int
+    base: str
+    samples: float
+    steps: int
+    seconds: float
+    exchange: float
+    at: int
+    behind: int
+    place: list[tuple[int, int]]
+    rates: list[float]
+
+    @classmethod
+    def read(cls, header: Header) -> _Said:
+        """Return what a header says.
+
+        Raises:
+            Malformed: It does not say it.
+        """
+        return cls(
+            whole(header, "round"),
+            text(header, "base"),
+            number(header, "samples"),
+            whole(header, "steps"),
+            number(header, "seconds"),
+            number(header, "exchange"),
+            whole(header, "at"),
+            whole(header, "behind"),
+            places(header, "place"),
+            numbers(header, "rates"),
+        )
+
+
+class Centre(Server[_Peer]):
     """The middle of a run; ``listen`` makes one, and its thread serves until ``stop``.
 
     Attributes:
@@ -124,6 +191,8 @@ class Centre:
         say: Callable[[str], None] = lambda line: None,
         interval: Interval = lambda exchange, step: 10,
         fractions: Fractions = lambda parts, step_s: [1 / len(parts)] * len(parts),
+        direct: Way = lambda update_bytes, elsewhere, round_trip_s, centre, up, now: False,
+        parts: Parts = lambda up: [1 / len(up)] * len(up),
         silence_s: float = SILENCE_S,
         patience_s: float = 30.0,
         beat_s: float = BEAT_S,
@@ -140,6 +209,10 @@ class Centre:
             interval: Steps per round, from the seconds of an exchange and of a step.
             fractions: Each member's part of a batch, from the parts before (0: a newcomer) and the seconds of a step (0
                 while unknown).
+            direct: Whether members exchange directly, from the bytes of an update, the members that are not on this
+                machine, the longest round trip in seconds, the bytes per second of the centre's link and of each
+                member's (0 while unknown), and whether they do so now.
+            parts: Each member's part of the sums in a direct exchange, from the bytes per second of its link.
             silence_s: Seconds of silence after which a member is gone.
             patience_s: The least that a late member is waited for.
             beat_s: Seconds between two beats.
@@ -152,16 +225,12 @@ class Centre:
             InputError: The address or port cannot be had, or a package is missing.
         """
         own = identity(key)
-        family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-        try:
-            listener = socket.create_server((bind, port), family=family, backlog=STRANGERS)
-        except (OSError, OverflowError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise InputError(
-                f"cannot listen on {bind}:{port} ({reason}); give --listen an address of this machine and a free port"
-            ) from None
         rounds = Rounds(silence_s=silence_s, now=time.monotonic(), patience_s=patience_s, beat_s=beat_s)
-        return cls(listener, own, rounds, say, interval, fractions, beat_s, silence_s, founder, gather_s)
+        centre = cls(listen(bind, port), own, rounds, say, interval, fractions, direct, parts, beat_s)
+        centre._silence_s, centre._patience_s, centre._founder = silence_s, patience_s, founder
+        centre._gather_until = time.monotonic() + gather_s
+        centre.start()
+        return centre
 
     def __init__(
         self,
@@ -171,18 +240,17 @@ class Centre:
         say: Callable[[str], None],
         interval: Interval,
         fractions: Fractions,
+        direct: Way,
+        parts: Parts,
         beat_s: float,
-        silence_s: float,
-        founder: str | None,
-        gather_s: float,
     ) -> None:
-        self._gather_until = time.monotonic() + gather_s
-        self._founder = founder  # None as soon as it is here
-        self.port: int = listener.getsockname()[1]
-        self._listener, self._identity, self._rounds, self._say = listener, own, rounds, say
-        self._interval, self._fractions, self._beat_s, self._silence_s = interval, fractions, beat_s, silence_s
+        super().__init__(listener, own, beat_s)
+        self._bind: str = listener.getsockname()[0]
+        self._rounds, self._say, self._interval, self._fractions = rounds, say, interval, fractions
+        self._way, self._parts = direct, parts
+        self._silence_s, self._patience_s, self._gather_until = SILENCE_S, 30.0, 0.0
+        self._founder: str | None = None  # None also as soon as it is here
         self._run = secrets.token_hex(8)
-        self._peers: list[_Peer] = []  # known ones and strangers, oldest first
         self._settings: Settings | None = None
         self._sizes: Sizes | None = None
         self._layout = ""
@@ -198,19 +266,23 @@ class Centre:
         self._every = 1
         self._shares: dict[int, tuple[float, float]] = {}
         self._samples = 0.0
-        self._gone_bytes = [0, 0]  # of connections that are over
-        self._next_beat = time.monotonic()
+        # Of direct exchanges:
+        self._known = Introductions()
+        self._turns = 0  # tries of rounds
+        self._vote: Vote | None = None  # on the round in hand, if it is exchanged directly
+        self._went = 0.0  # when the vote was closed
+        self._broken: tuple[float, str] | None = (
+            None  # a link: since when, and which; whose end has died is not yet known
+        )
+        self._tries = 0  # in this round
+        self._refused: set[int] = set()  # members whose updates were not admitted in this round
+        self._shy = 0  # no direct exchanges before this round
+        self._starred = False  # the round before went through the centre
+        self._rate = 0.0  # bytes per second of the centre's link
+        self._cut: tuple[tuple[int, ...], list[float], list[float]] = (), [], []  # members, their links, their parts
+        self._norm = 0.0  # that the mean before could have
         self._standing = Standing(0, 0, 0, 0, 0.0)
-        self._stop = False
         self._empty = threading.Event()
-        self._selector = selectors.DefaultSelector()
-        self._bell, self._button = socket.socketpair()
-        for end in (self._bell, self._button, listener):
-            end.setblocking(False)
-        self._selector.register(self._bell, selectors.EVENT_READ)
-        self._selector.register(listener, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._serve, name="nearlinear-centre", daemon=True)
-        self._thread.start()
 
     def standing(self) -> Standing:
         """Return how the run stands."""
@@ -220,138 +292,69 @@ class Centre:
         """Return whether no member is here any more, after waiting up to ``timeout_s`` for it."""
         return self._empty.wait(timeout_s)
 
-    def stop(self) -> None:
-        """Close all connections and end the thread."""
-        self._stop = True
-        with contextlib.suppress(OSError):
-            self._button.send(b".")
-        self._thread.join(10.0)
+    # ---- what the server asks
 
-    # ---- the thread
+    def answer(self, connection: Connection) -> _Peer:
+        """Return a stranger."""
+        return _Peer(connection)
 
-    def _serve(self) -> None:
-        try:
-            while not self._stop:
-                self._turn()
-        finally:
-            for peer in list(self._peers):
-                self._forget(peer)
-            for each in (self._listener, self._bell, self._button):
-                each.close()
-            self._selector.close()
-            self._empty.set()
+    def here(self, peer: _Peer) -> None:
+        """Note that a member said something."""
+        if peer.member is not None:
+            self._rounds.heard(peer.member.number, time.monotonic())
 
-    def _turn(self) -> None:
-        """Wait for bytes or the next beat, and deal with them."""
-        more = [peer for peer in self._peers if peer.connection.more]
-        wait = 0.0 if more else max(0.0, self._next_beat - time.monotonic())
-        for key, events in self._selector.select(wait):
-            if key.fileobj is self._bell:
-                self._bell.recv(4096)
-            elif key.fileobj is self._listener:
-                self._accept()
-            elif not key.data.connection.closed:
-                self._attend(key.data, events)
-        for peer in more:
-            if not peer.connection.closed:
-                self._attend(peer, selectors.EVENT_READ)
-        now = time.monotonic()
-        if now >= self._next_beat:
-            self._next_beat = now + self._beat_s
-            self._look_around(now)
-        self._go_on(now)
-        for peer in list(self._peers):
-            self._watch(peer)
+    def over(self) -> None:
+        """Let go who waits for the end."""
+        self._empty.set()
+
+    def go_on(self, now: float) -> None:
+        """Call for what is missing, and close the round if it is over."""
+        self._ask_for_state()
+        if self._vote is not None:
+            self._go_on_directly(self._vote, now)
+        else:
+            called = self._rounds.to_call()
+            for peer in self._peers:
+                if peer.member is not None and peer.member in called:
+                    peer.connection.send("close", round=self._rounds.number)
+            if self._rounds.closes(now):
+                self._close(now)
         self._stand()
 
-    def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError:  # it hung up already, or there are no descriptors left
-            return
-        strangers = [peer for peer in self._peers if peer.member is None]
-        if len(strangers) >= STRANGERS:
-            self._forget(strangers[0])
-        try:
-            tune(sock)
-            wrapped = self._identity.wrap(sock, listening=True)
-        except OSError:
-            sock.close()
-            return
-        peer = _Peer(Connection(wrapped, self._identity, lambda header: self._bound(peer, header), time.monotonic()))
-        self._peers.append(peer)
-        self._selector.register(wrapped, selectors.EVENT_READ, peer)
-
-    def _attend(self, peer: _Peer, events: int) -> None:
-        connection = peer.connection
-        try:
-            if connection.handshake():
-                if events & selectors.EVENT_WRITE:
-                    connection.flush()
-                for header, payload in connection.receive():
-                    self._hear(peer, header, payload)
-                    if connection.closed:
-                        return
-        except Malformed as error:
-            self._drop(peer, f"sent what is no message ({error})")
-        except OSError as error:
-            self._drop(peer, _seen(error))
-        else:
-            if peer.member is not None:
-                self._rounds.heard(peer.member.number, time.monotonic())
-
-    def _watch(self, peer: _Peer) -> None:
-        """Send what can be sent, and ask to be woken for the rest."""
-        if peer.connection.closed:
-            return
-        try:
-            peer.connection.flush()
-        except OSError as error:
-            self._drop(peer, _seen(error))
-            return
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.connection.writing else 0)
-        self._selector.modify(peer.connection.sock, wanted, peer)
-
-    def _look_around(self, now: float) -> None:
+    def look_around(self, now: float) -> None:
         """Beat, and show out who is silent or does not read."""
-        for peer in list(self._peers):
-            if peer.member is None:
-                if now - peer.connection.since > HELLO_S:
-                    self._forget(peer)
-            elif peer.connection.unsent > PILE * self._pile():
-                self._drop(peer, "does not take what it is sent")
+        for peer in [peer for peer in self._peers if peer.known]:
+            if peer.connection.unsent > PILE * self._pile():
+                self.lost(peer, "does not take what it is sent")
             elif not peer.connection.unsent:
                 peer.connection.send("beat")
         for member in self._rounds.silent(now):
             for peer in [peer for peer in self._peers if peer.member is member]:
-                self._drop(peer, f"was silent for {now - member.heard:.0f} s")
+                self.lost(peer, f"was silent for {now - member.heard:.0f} s")
 
     def _pile(self) -> int:
         return (self._sizes.state_bytes if self._sizes else 0) + TEXT
 
-    def _drop(self, peer: _Peer, why: str) -> None:
+    def lost(self, peer: _Peer, why: str) -> None:
+        """Go on without a member."""
         if peer.member is not None:
             self._say(f"{peer.member} {why}; round {self._rounds.number} goes on without it")
         self._forget(peer)
 
     def _forget(self, peer: _Peer) -> None:
-        if peer not in self._peers:
+        if not self._hang_up(peer):
             return
-        self._peers.remove(peer)
-        self._selector.unregister(peer.connection.sock)
-        peer.connection.close()
-        self._gone_bytes[0] += peer.connection.received
-        self._gone_bytes[1] += peer.connection.sent
         if peer.member is not None and self._rounds.members[peer.member.number] is peer.member:
             self._rounds.gone(peer.member.number)
+            self._known.gone(peer.member.number)
+            self._introduce()
         if peer.giving:  # the next that waits gives the state in its place
             self._ask_for_state()
         self._share_out()
 
     def _stand(self) -> None:
         members = [peer for peer in self._peers if peer.member is not None]
-        received = self._gone_bytes[0] + sum(peer.connection.received for peer in self._peers)
-        sent = self._gone_bytes[1] + sum(peer.connection.sent for peer in self._peers)
+        received, sent = self.bytes
         self._standing = Standing(self._rounds.number, len(members), received, sent, self._samples)
         if members:
             self._empty.clear()
@@ -360,7 +363,7 @@ class Centre:
 
     # ---- what comes in
 
-    def _bound(self, peer: _Peer, header: Header) -> int:
+    def bound(self, peer: _Peer, header: Header) -> int:
         """Return the most bytes that the payload of such a message may have here and now."""
         kind = header["kind"]
         if peer.member is None:
@@ -374,7 +377,9 @@ class Centre:
             return self._sizes.state_bytes
         if kind == "agree":
             return TEXT
-        if kind in ("beat", "leave"):
+        if kind == "mean" and self._vote is not None:
+            return self._chunks.largest
+        if kind in ("beat", "leave", "listening", "reach", "ready", "done", "fault"):
             return 0
         raise Malformed(f"{kind[:20]!r} from a member")
 
@@ -385,7 +390,8 @@ class Centre:
             raise Malformed(f"codec {codec!r} in a run of {self._settings.codec}")
         return codec
 
-    def _hear(self, peer: _Peer, header: Header, payload: memoryview) -> None:
+    def hear(self, peer: _Peer, header: Header, payload: memoryview) -> None:
+        """Deal with a message."""
         match header["kind"]:
             case "hello" if peer.member is None:
                 self._hello(peer, header)
@@ -395,6 +401,12 @@ class Centre:
                 self._agree(peer, text(header, "name"), payload)
             case "update":
                 self._update(peer, header, payload)
+            case "listening":
+                self._listening(peer, whole(header, "port", 1, 65535))
+            case "reach":
+                self._reached(peer, header)
+            case "ready" | "mean" | "done" | "fault" as kind:
+                self._direct_word(peer, kind, header, payload)
             case "leave":
                 self._say(f"{peer.member} left after round {self._rounds.number}")
                 self._forget(peer)
@@ -422,7 +434,7 @@ class Centre:
                     f"{self._sizes.parameters} and {self._sizes.buffers}, or of other names; run the same script"
                 )
             for old in [old for old in self._peers if old.member is not None and old.identity == who]:
-                self._drop(old, "came back on another connection")
+                self.lost(old, "came back on another connection")
             member = self._rounds.joined(who, name, now)
         except InputError as error:
             peer.connection.send("refused", why=str(error))
@@ -435,13 +447,16 @@ class Centre:
             self._settings = Settings(codec, whole(header, "every", 0, 10**6))
             self._every = self._settings.every or 1
             self._rounds.silence_s = silence(self._silence_s, sizes)
-        peer.member, peer.identity, peer.round = member, who, whole(header, "round")
+        peer.member, peer.identity, peer.round, peer.known = member, who, whole(header, "round"), True
+        peer.round_trip_s, peer.near = number(header, "round_trip"), _on_one_machine(peer.connection)
         self._identities[member.number] = who
         if self._outer is not None:
             self._outer.drop(member.number)
         self._share_out()
         assert self._settings is not None
-        peer.connection.send("welcome", number=member.number, run=self._run, codec=self._settings.codec)
+        # Who is on this machine lets itself be reached as far as the centre does; another listens where it called from.
+        welcome = {"run": self._run, "codec": self._settings.codec, "bind": self._bind if peer.near else ""}
+        peer.connection.send("welcome", number=member.number, **welcome)
         self._say(f"{member} joined at round {self._rounds.number}, {len(self._rounds.here())} here now")
         if self._outer is None:
             self._ask_for_state()
@@ -505,7 +520,14 @@ class Centre:
             "behind": self._behind,
             "rates": self._rates,
             "who": self._who,
+            **self._how(peer),
         }
+
+    def _how(self, peer: _Peer) -> dict[str, object]:
+        """Return how the round in hand is exchanged: ``None``, through the centre; ``False``, without this member."""
+        if self._vote is None:
+            return {"turn": self._turns, "plan": None}
+        return {"turn": self._turns, "plan": self._vote.plan.fields() if peer.turn == self._turns else False}
 
     def _agree(self, peer: _Peer, name: str, payload: memoryview) -> None:
         value = text_of(payload)
@@ -519,67 +541,61 @@ class Centre:
     def _update(self, peer: _Peer, header: Header, payload: memoryview) -> None:
         assert self._sizes is not None and peer.member is not None
         now = time.monotonic()
-        current, base = whole(header, "round"), text(header, "base")
-        samples, steps, took = number(header, "samples"), whole(header, "steps"), number(header, "seconds")
-        place, codec, exchange = places(header, "place"), self._codec(header), number(header, "exchange")
+        said, codec = _Said.read(header), self._codec(header)
+        samples, steps = said.samples, said.steps
         if samples and len(payload) != self._sizes.update_bytes(codec):
             raise Malformed(f"an update of {len(payload)} bytes, where {self._sizes.update_bytes(codec)} were due")
-        if self._outer is None or current != self._rounds.number or peer.holds != current:
+        if self._outer is None or not said.round == self._rounds.number == peer.holds or self._vote is not None:
             return  # it crossed the round's end on its way; the result has told the member
         try:
-            if base != self._outer.hash:
+            if said.base != self._outer.hash:
                 self._send_state(peer)
                 raise Rejected("it holds other outer parameters than the run")
             factor = self._outer.take(peer.member.number, payload, codec, samples=samples, steps=steps, now=now)
         except Undecodable as error:
             raise Malformed(str(error)) from None
         except Rejected as error:
-            self._say(f"the update of {peer.member} in round {current} is not admitted: {error}")
-            peer.connection.send("rejected", round=current, why=str(error))
+            self._reject(peer, str(error))
             return
+        self._say_clipped(peer.member, factor)
+        self._note(peer, said, now)
+
+    def _reject(self, peer: _Peer, why: str) -> None:
+        self._say(f"the update of {peer.member} in round {self._rounds.number} is not admitted: {why}")
+        peer.connection.send("rejected", round=self._rounds.number, why=why)
+
+    def _say_clipped(self, member: Member, factor: float) -> None:
         if factor < 1:
-            self._say(f"the update of {peer.member} in round {current} is clipped to {factor:.3g} of its size")
+            self._say(f"the update of {member} in round {self._rounds.number} is clipped to {factor:.3g} of its size")
+
+    def _note(self, peer: _Peer, said: _Said, now: float) -> None:
+        """Note that an update is here or on its way, and what was said of it."""
+        assert peer.member is not None
         self._rounds.updated(peer.member.number, now)
         peer.updates += 1
-        if samples and took and steps and peer.updates > WARM:
-            peer.step_s += (1.0 if not peer.step_s else SMOOTH) * (took / steps - peer.step_s)
-            peer.exchange_s += (1.0 if not peer.exchange_s else SMOOTH) * (exchange - peer.exchange_s)
-        self._place, self._at = max(self._place, place), max(self._at, whole(header, "at"))
-        peer.behind, peer.rates = whole(header, "behind"), numbers(header, "rates")
+        if said.samples and said.seconds and said.steps and peer.updates > WARM:
+            peer.step_s += (1.0 if not peer.step_s else SMOOTH) * (said.seconds / said.steps - peer.step_s)
+            peer.exchange_s += (1.0 if not peer.exchange_s else SMOOTH) * (said.exchange - peer.exchange_s)
+        if self._starred and said.exchange:
+            self._measure(peer, said.exchange)
+        self._place, self._at = max(self._place, said.place), max(self._at, said.at)
+        peer.behind, peer.rates = said.behind, said.rates
 
     # ---- rounds
 
-    def _go_on(self, now: float) -> None:
-        """Call for what is missing, and close the round if it is over."""
-        self._ask_for_state()
-        called = self._rounds.to_call()
-        for peer in self._peers:
-            if peer.member is not None and peer.member in called:
-                peer.connection.send("close", round=self._rounds.number)
-        if self._rounds.closes(now):
-            self._close(now)
-
     def _close(self, now: float) -> None:
+        """Close a round whose updates are here."""
         assert self._outer is not None
-        for member in self._rounds.late():
-            self._say(f"{member} is late for round {self._rounds.number}; what it learnt counts in a later one")
-        closed, counted = self._rounds.number, self._rounds.close(now)
+        closed, counted = self._count(now, None)
         mean = self._outer.close(counted)
         self._samples += mean.samples
-        self._who = [self._identities[member] for member in counted]
-        self._counted |= dict.fromkeys(self._who, closed)
-        present = [peer for peer in self._peers if peer.member is not None and peer.member.number in mean.came]
-        if present:
-            truest = min(present, key=lambda peer: peer.behind)
-            self._behind, self._rates = truest.behind, truest.rates
-        self._share_out(again=True)
-        self._choose_interval()
-        for peer in self._peers:
-            if peer.member is None:
-                continue
+        self._starred = True
+        self._begin(set(mean.came))
+        for peer in self._members():
             if peer.holds != closed:
                 self._send_state(peer)
                 continue
+            assert peer.member is not None
             peer.holds = self._rounds.number
             came = mean.came.get(peer.member.number)
             peer.connection.send(
@@ -592,6 +608,33 @@ class Centre:
                 samples=mean.samples,
                 **self._next(peer),
             )
+
+    def _count(self, now: float, among: Sequence[int] | None) -> tuple[int, list[int]]:
+        """Close the round in hand; return its number, and the members that count in it."""
+        for member in self._rounds.late(among):
+            self._say(f"{member} is late for round {self._rounds.number}; what it learnt counts in a later one")
+        closed, counted = self._rounds.number, self._rounds.close(now, among)
+        self._who = [self._identities[member] for member in counted]
+        self._counted |= dict.fromkeys(self._who, closed)
+        return closed, counted
+
+    def _begin(self, counted: set[int]) -> None:
+        """Settle how the next round goes, after one in which these counted."""
+        present = [peer for peer in self._members() if peer.member is not None and peer.member.number in counted]
+        if present:
+            truest = min(present, key=lambda peer: peer.behind)
+            self._behind, self._rates = truest.behind, truest.rates
+        self._share_out(again=True)
+        self._choose_interval()
+        self._tries, self._refused = 0, set()
+        self._plan([peer for peer in self._members() if self._rounds.number >= self._shy])
+
+    def _members(self) -> list[_Peer]:
+        """Return the peers that are members, in the order of their numbers."""
+        return sorted(
+            (peer for peer in self._peers if peer.member is not None),
+            key=lambda peer: peer.member.number,  # type: ignore[union-attr]
+        )
 
     def _choose_interval(self) -> None:
         assert self._settings is not None
@@ -607,10 +650,7 @@ class Centre:
         Args:
             again: A round is over, so the time of a step may be another than before.
         """
-        members = sorted(
-            (peer for peer in self._peers if peer.member is not None),
-            key=lambda peer: peer.member.number,  # type: ignore[union-attr]
-        )
+        members = self._members()
         self._shares = {}
         if not members:
             return
@@ -622,8 +662,216 @@ class Centre:
             begin += part
             peer.part = part
 
+    # ---- direct exchanges
 
-def _seen(error: OSError) -> str:
-    if isinstance(error, ConnectionError | ssl.SSLEOFError):
-        return "hung up"
-    return f"broke off ({getattr(error, 'reason', None) or error.strerror or error})"
+    @property
+    def _chunks(self) -> Chunks:
+        assert self._sizes is not None and self._settings is not None
+        return Chunks(self._sizes, self._settings.codec)
+
+    def _listening(self, peer: _Peer, port: int) -> None:
+        assert peer.member is not None
+        self._known.listening(peer.member.number, "" if peer.near else peer.connection.sock.getpeername()[0], port)
+        self._introduce()
+
+    def _introduce(self, only: Sequence[int] | None = None) -> None:
+        """Tell members who the others are."""
+        for peer in self._members():
+            assert peer.member is not None
+            entries = self._known.roster(peer.member.number)
+            if only is None or peer.member.number in only:
+                peer.connection.send("roster", roster(entries))
+
+    def _reached(self, peer: _Peer, header: Header) -> None:
+        assert peer.member is not None
+        me, failed = peer.member.number, wholes(header, "failed")
+        self._introduce(self._known.reached(me, dict(pairs(header, "reach")), failed))
+        if self._vote is not None and me in self._vote.plan.members:
+            broken = [each for each in failed if each in self._vote.plan.members]
+            if broken and self._broken is None:
+                self._broken = time.monotonic(), f"{peer.member} has lost its link with member {broken[0]}"
+
+    def _plan(self, peers: list[_Peer]) -> None:
+        """Decide how the round in hand is exchanged, and count it as another turn.
+
+        Args:
+            peers: Those that may exchange directly: all of them, or else the round goes through the centre.
+        """
+        assert self._settings is not None and self._sizes is not None
+        now, self._vote, self._broken = self._vote is not None, None, None
+        self._turns += 1
+        members = [peer.member.number for peer in peers if peer.member is not None]
+        if len(members) < 2 or not self._known.connected(members) or self._outer is None:
+            return
+        up = [peer.up for peer in peers]
+        round_trip_s = max(self._known.round_trip_s(members), *(peer.round_trip_s for peer in peers))
+        elsewhere, size = sum(not peer.near for peer in peers), self._sizes.update_bytes(self._settings.codec)
+        if not self._way(size, elsewhere, round_trip_s, self._rate, up, now):
+            return
+        chunks = self._chunks
+        edges = bounds(chunks.count, self._cut_up(tuple(members), up))
+        near = [peer.member.number for peer in peers if peer.near and peer.member is not None]
+        plan = Plan(self._turns, tuple(members), tuple(edges), near[0] if near else CENTRE)
+        self._vote = Vote(plan, chunks, self._outer.values)
+        for peer in peers:
+            peer.turn = self._turns
+
+    def _cut_up(self, members: tuple[int, ...], up: list[float]) -> list[float]:
+        """Return each member's part of the sums: as before, unless the links are clearly others."""
+        fastest = max(up) or 1.0
+        up = [rate or fastest for rate in up]
+        before, links, parts = self._cut
+        if before != members or any(max(a, b) > EVEN * min(a, b) for a, b in zip(links, up, strict=True)):
+            parts = self._parts(up if max(up) > EVEN * min(up) else [1.0] * len(up))
+            self._cut = members, up, parts
+        return parts
+
+    def _go_on_directly(self, vote: Vote, now: float) -> None:
+        here = [peer.member.number for peer in self._members() if peer.member and peer.turn == vote.plan.turn]
+        gone = vote.missing(here)
+        left = [each for each in vote.plan.members if each not in here]
+        if left and self._broken is None:  # it may have said that it is done, and others still lack what it sent them
+            self._broken = now, f"member {left[0]} is gone"
+        try:
+            if vote.weights is None:
+                if gone:
+                    self._begin_again(f"member {gone[0]} is gone")
+                elif self._broken is not None and now - self._broken[0] > self._beat_s:
+                    self._begin_again(self._broken[1])
+                elif self._rounds.closes(now, vote.plan.members):
+                    self._go(vote, now)
+            elif vote.samples == 0 or vote.agreed(here):
+                self._commit(vote, now)
+            elif gone:
+                self._begin_again(f"member {gone[0]} is gone")
+            elif self._broken is not None and now - self._broken[0] > self._beat_s:
+                self._begin_again(self._broken[1])
+            elif now - self._went > self._patience_s + 4 * self._longest_s():
+                self._shy = self._rounds.number + SHY
+                late = [each for each in vote.plan.members if each not in vote.done]
+                self._begin_again(f"member {late[0] if late else CENTRE} did not get the whole mean", direct=False)
+        except Rejected as error:
+            self._shy = self._rounds.number + SHY
+            self._begin_again(str(error), direct=False)
+
+    def _longest_s(self) -> float:
+        """Return the seconds that exchanges take here."""
+        return max((peer.exchange_s for peer in self._members()), default=0.0)
+
+    def _begin_again(self, why: str, *, direct: bool = True) -> None:
+        """Have the updates of the round in hand sent once more."""
+        assert self._outer is not None and self._vote is not None
+        self._rounds.begin_again()
+        self._outer.forget()
+        self._tries += 1
+        # Who came in the midst of this round counts in the next one, as long as it need not go through the centre.
+        partners = [peer for peer in self._members() if peer.turn == self._turns]
+        self._plan(partners if direct and self._tries < TRIES else [])
+        way = "through the centre" if self._vote is None else "directly"
+        self._say(f"round {self._rounds.number} is begun again, {way}: {why}; nothing learnt is lost")
+        for peer in self._members():
+            if peer.holds == self._rounds.number:
+                peer.connection.send("plan", round=self._rounds.number, **self._how(peer))
+
+    def _direct_word(self, peer: _Peer, kind: str, header: Header, payload: memoryview) -> None:
+        """Deal with what is said of a direct exchange."""
+        assert peer.member is not None
+        turn, me = whole(header, "turn"), peer.member.number
+        vote = self._vote
+        if vote is None or turn != vote.plan.turn or me not in vote.plan.members:
+            return  # of a turn that is over
+        match kind:
+            case "ready":
+                self._ready(vote, peer, header)
+            case "mean":
+                try:
+                    vote.mean(me, whole(header, "chunk"), payload)
+                except Rejected as error:
+                    self._shy = self._rounds.number + SHY
+                    self._begin_again(f"what {peer.member} sent is not admitted: {error}", direct=False)
+            case "done":
+                vote.done[me] = text(header, "hash")
+                sent, busy = number(header, "sent"), number(header, "busy")
+                if busy > 0 and sent:
+                    peer.up += (1.0 if not peer.up else SMOOTH) * (sent / busy - peer.up)
+            case "fault":
+                blamed, why = whole(header, "member"), text(header, "why")
+                for each in self._members():
+                    if each.member is not None and each.member.number == blamed and blamed in vote.plan.members:
+                        self._refused.add(blamed)
+                        self._reject(each, why)
+                self._begin_again(f"the update of member {blamed} is not admitted")
+
+    def _ready(self, vote: Vote, peer: _Peer, header: Header) -> None:
+        assert peer.member is not None and self._outer is not None
+        now, said, norms = time.monotonic(), _Said.read(header), tuple(numbers(header, "norms"))
+        if len(norms) != len(vote.plan.members):
+            raise Malformed(f"{len(norms)} norms, where {len(vote.plan.members)} were due")
+        if vote.weights is not None or peer.member.number in self._refused or peer.holds != self._rounds.number:
+            return
+        if said.base != self._outer.hash:
+            self._reject(peer, "it holds other outer parameters than the run")
+            self._begin_again(f"{peer.member} holds other outer parameters", direct=False)
+            self._send_state(peer)
+            return
+        vote.ready[peer.member.number] = Ready(said.samples, said.steps, norms, now)
+        self._note(peer, said, now)
+
+    def _go(self, vote: Vote, now: float) -> None:
+        """Tell all whose updates count."""
+        assert self._outer is not None
+        counted = [each for each in self._rounds.ready() if each in vote.ready]
+        factors = {}
+        for each in counted:
+            factors[each] = self._outer.gate.factor(vote.ready[each].norm, vote.ready[each].steps)
+            self._say_clipped(self._rounds.members[each], factors[each])
+        vote.close(counted, factors, self._norm)
+        self._went = now
+        if not vote.samples:
+            return
+        for peer in self._members():
+            if peer.member is not None and peer.member.number in vote.plan.members:
+                weights, norms = vote.told(peer.member.number)
+                peer.connection.send("go", turn=vote.plan.turn, weights=weights, norms=norms)
+
+    def _commit(self, vote: Vote, now: float) -> None:
+        """Make final what all hold."""
+        assert self._outer is not None and vote.weights is not None
+        for member, weight in vote.weights.items():
+            ready = vote.ready[member]
+            factor = weight * vote.samples / ready.samples
+            self._outer.gate.remember(ready.norm * factor, ready.steps)
+        closed, _ = self._count(now, vote.plan.members)
+        before = {peer.member.number: peer.turn for peer in self._members() if peer.member is not None}
+        if vote.samples:
+            self._outer.adopt(vote.after, vote.hash)
+            self._norm = vote.norm
+        self._samples += vote.samples
+        self._starred = False
+        self._begin(set(vote.ready))
+        for peer in self._members():
+            assert peer.member is not None
+            me = peer.member.number
+            if peer.holds != closed or before.get(me) != vote.plan.turn:
+                self._send_state(peer)
+                continue
+            peer.holds = self._rounds.number
+            counted, hash_ = me in vote.ready, self._outer.hash
+            held = self._went - vote.ready[me].came if counted else 0.0
+            about = {"hash": hash_, "samples": vote.samples, "counted": counted, "held": held}
+            peer.connection.send("commit", committed=vote.plan.turn, **about, **self._next(peer))
+
+    def _measure(self, peer: _Peer, exchange_s: float) -> None:
+        """Learn the speed of the centre's link from the seconds of an exchange through it."""
+        assert self._sizes is not None and self._settings is not None
+        members = self._members()
+        elsewhere, size = sum(not each.near for each in members), self._sizes.update_bytes(self._settings.codec)
+        if peer.near or len(members) < 2:
+            return
+        rate = 2 * elsewhere * size / max(exchange_s - peer.round_trip_s, 1e-3)
+        self._rate += (1.0 if not self._rate else SMOOTH) * (rate - self._rate)
+
+
+def _on_one_machine(connection: Connection) -> bool:
+    there: str = connection.sock.getpeername()[0]
+    return ipaddress.ip_address(there.partition("%")[0]).is_loopback or there == connection.sock.getsockname()[0]

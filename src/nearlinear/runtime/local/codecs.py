@@ -117,9 +117,28 @@ class Feedback:
         self._next = whole - decode(self.codec, data, self._count)
         return data
 
+    def encode_part(self, values: Floats, at: slice) -> tuple[Bytes, Floats]:
+        """Return a part of an update as bytes, and the values in them; ``settle`` must follow the last part.
+
+        What is owed to places that no part covers stays owed.
+
+        Args:
+            values: Shape ``(at.stop - at.start,)``.
+            at: Where in the update they are.
+        """
+        if self.codec == "fp32":
+            return encode(self.codec, values), values
+        whole = values if self._left_out is None else values + self._left_out[at]
+        data = encode(self.codec, whole)
+        decoded = decode(self.codec, data, len(values))
+        if self._next is None:
+            self._next = np.zeros(self._count, np.float32) if self._left_out is None else self._left_out.copy()
+        self._next[at] = whole - decoded
+        return data, decoded
+
     def settle(self, *, counted: bool) -> None:
         """Say whether the update reached the mean; of one that did not, nothing is owed."""
-        if counted:
+        if counted and self._next is not None:
             self._left_out = self._next
         self._next = None
 

@@ -92,9 +92,9 @@ class Connection:
             else:
                 yield from self._reader.filled(count)
 
-    def send(self, kind: str, payload: Bytes | bytes = b"", **fields: object) -> None:
+    def send(self, kind: str, payload: Bytes | bytes | memoryview = b"", /, **fields: object) -> None:
         """Say something; what does not leave at once waits for ``flush``."""
-        view = memoryview(payload if isinstance(payload, bytes) else payload.data)
+        view = payload if isinstance(payload, memoryview) else memoryview(payload)  # type: ignore[arg-type]
         self._outbox.append(memoryview(frames.pack(kind, len(view), **fields)))
         if len(view):
             self._outbox.append(view)
@@ -136,14 +136,21 @@ class Connection:
             self.sock.close()
 
 
-def tune(sock: socket.socket) -> None:
+def tune(sock: socket.socket, unsent: int = 0) -> None:
     """Let a connection send small messages at once, and fill a long or lossy link where the kernel knows how.
 
     One flow over 100 Mbit/s, 80 ms and 0.5 % of loss carries 5 Mbit/s by CUBIC, the usual default, and 76 by BBR.
 
+    Args:
+        sock: Of the connection.
+        unsent: Bytes that the kernel takes beyond those that are under way; 0: as many as it likes.
+
     Source: N. Cardwell et al., "BBR: Congestion-Based Congestion Control", 2016, doi:10.1145/3012426.3022184.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if unsent and hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, unsent)
     if hasattr(socket, "TCP_CONGESTION"):
         with contextlib.suppress(OSError):  # not built into this kernel, or not for everyone
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, BBR)

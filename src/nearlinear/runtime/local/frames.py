@@ -19,8 +19,23 @@ read or any memory is taken for it: nothing from one who is not yet known, and f
     close       centre   round: whoever entered in the midst of this round sends what it has
     result      centre   round, hash, counted, who, codec, and what is to follow; the mean pseudo-gradient
     rejected    centre   round, why: the update is not admitted
-    beat        both     I am here
+    beat        all      I am here
     leave       member   goodbye
+
+    and of direct exchanges (``exchange.py``), "plan" being what also comes with a state, a result and a commit:
+
+    listening   member   port: others may call it there
+    roster      centre   a JSON list of who the others are, and whom of them it is to call
+    reach       member   reach, failed: whom it has links with, and which of them broke
+    plan        centre   round, turn, plan: the round is begun again, directly or through the centre
+    ready       member   turn, norms, and what an update says: its chunks are on their way to the others
+    go          centre   turn, weights, norms: whose updates count
+    done        member   turn, hash, sent, busy: it holds the mean
+    commit      centre   committed, hash, counted, and what is to follow: the turn is over
+    fault       member   turn, member, why: a part of that one's update must not enter the mean
+    peer        members  run, number, token, of: who calls, and with how many streams
+    part        members  turn, chunk; a chunk of an update, to who sums it
+    mean        members  turn, chunk; a chunk of the mean, to all, and from one or all of them to the centre
 """
 
 from __future__ import annotations
@@ -192,6 +207,27 @@ def numbers(header: Header, name: str) -> list[float]:
     if not isinstance(value, list) or len(value) > 64:
         raise Malformed(f"without a short list {name}")
     return [number({"n": each}, "n") for each in value]
+
+
+def wholes(header: Header, name: str, least: int = 0) -> list[int]:
+    """Return a field that is a list of whole numbers."""
+    value = header.get(name)
+    if not isinstance(value, list) or len(value) > 1024:
+        raise Malformed(f"without a short list {name}")
+    return [whole({"n": each}, "n", least) for each in value]
+
+
+def pairs(header: Header, name: str) -> list[tuple[int, float]]:
+    """Return a field that is a list of pairs, a whole number and a number from 0 on."""
+    value = header.get(name)
+    if not isinstance(value, list) or len(value) > 1024:
+        raise Malformed(f"without a short list {name}")
+    found = []
+    for pair in value:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise Malformed(f"without pairs in {name}")
+        found.append((whole({"n": pair[0]}, "n"), number({"n": pair[1]}, "n")))
+    return found
 
 
 def texts(header: Header, name: str) -> list[str]:

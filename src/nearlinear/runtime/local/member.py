@@ -3,14 +3,16 @@
     training thread    ──── steps ────▶ deliver ──── steps, meanwhile ────▶ news ──── steps ────▶
     this thread                            └─ encode ─ send ─ ... ─ receive ─ decode ─┘
 
-The thread keeps the connection to the centre, beats, and applies every round's mean to the outer parameters. When the
-connection breaks it calls again, under the same identity, until the deadline: the training thread notices nothing but
-an update that did not count.
+The thread keeps the connection to the centre, beats, and applies every round's mean to the outer parameters. Whether
+the mean comes from the centre or is made with the other members (``direct.py``) is said with the news of the round
+before. When the connection breaks it calls again, under the same identity, until the deadline: the training thread
+notices nothing but an update that did not count.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import queue
 import secrets
@@ -26,17 +28,21 @@ from typing import Any, Self
 import numpy as np
 
 from nearlinear.errors import DriftError, InputError, NearlinearError, PeerLostError
+from nearlinear.runtime.local.chunks import Chunks
 from nearlinear.runtime.local.codecs import Feedback, Floats
 from nearlinear.runtime.local.connection import Connection, Malformed, tune
+from nearlinear.runtime.local.direct import Direct
+from nearlinear.runtime.local.exchange import Plan
 from nearlinear.runtime.local.frames import TEXT, Header, number, numbers, places, text, text_of, texts, truth, whole
 from nearlinear.runtime.local.ticket import Ticket
 from nearlinear.runtime.local.tls import identity as identity_of
 from nearlinear.runtime.local.update import Sizes, hash_of, silence
 from nearlinear.units import seconds
 
-VERSION = 1
+VERSION = 2
 AGAIN_S = 0.5  # the longest pause between two calls
 GOODBYE_S = 2.0  # the longest that a goodbye is waited for
+PAUSE_S = 0.002  # between two looks at the sockets while much comes in
 SLOWEST = 1e4  # bytes per second, of a link that one could train over
 
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
@@ -183,7 +189,13 @@ class Member:
         self._run = ""
         self._codec = "fp32"
         self._feedback = Feedback("fp32", sizes.parameters)
+        self._owed = Feedback("fp32", sizes.parameters)  # of the means that are encoded here
         self._alone = False
+        self._turn = -1
+        self._plan: Plan | None = None  # of a direct exchange of this round's updates
+        self._waits = False  # the others are in the midst of one
+        self._direct: Direct | None = None  # on this connection
+        self._round_trip_s = 0.0  # to the centre
         self._under_way: Update | None = None
         self._delivered = 0.0  # when
         self._exchange_s = 0.0
@@ -247,6 +259,15 @@ class Member:
                 raise self._error
             if time.monotonic() > until:
                 raise PeerLostError(f"{self._where} did not answer within {seconds(self._deadline_s)} about {name}")
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes received and sent so far, over all connections."""
+        connection, direct = self._connection, self._direct
+        found = [(self.received, self.sent), (0, 0) if direct is None else direct.bytes]
+        if connection is not None and not connection.closed:
+            found.append((connection.received, connection.sent))
+        return sum(received for received, _ in found), sum(sent for _, sent in found)
 
     def leave(self) -> None:
         """Say goodbye, and end the thread."""
@@ -315,7 +336,9 @@ class Member:
         )
 
     def _dial(self, limit_s: float) -> Connection:
+        began = time.monotonic()
         sock = socket.create_connection((self._ticket.host, self._ticket.port), timeout=limit_s)
+        self._round_trip_s = time.monotonic() - began
         try:
             tune(sock)
             wrapped = self._identity.wrap(sock, listening=False)
@@ -330,7 +353,8 @@ class Member:
         except BaseException:
             wrapped.close()
             raise
-        connection.send("hello", round=0 if self._last is None else self._last.round, **self._hello)
+        there = 0 if self._last is None else self._last.round
+        connection.send("hello", round=there, round_trip=self._round_trip_s, **self._hello)
         return connection
 
     def _talk(self) -> None:
@@ -342,33 +366,45 @@ class Member:
         selector = selectors.DefaultSelector()
         selector.register(self._bell, selectors.EVENT_READ)
         selector.register(connection.sock, selectors.EVENT_READ)
+        self._selector = selector
         try:
             while True:
+                if self._direct is not None:
+                    self._direct.go_on()
                 connection.flush()
                 if self._leave:
                     self._say_goodbye(connection)
                     return
                 now = time.monotonic()
-                wait = 0.0 if connection.more else max(0.0, next_beat - now)
+                busy = connection.more or (self._direct is not None and self._direct.busy)
+                wait = 0.0 if busy else max(0.0, next_beat - now)
                 selector.modify(connection.sock, _READ | (_WRITE if connection.writing else 0))
-                ready = {key.fileobj for key, _ in selector.select(wait)}
+                if wait and self._direct is not None and self._direct.active:
+                    time.sleep(PAUSE_S)  # packets come every few microseconds: many at once cost as much as one
+                events = selector.select(wait)
+                ready = {key.fileobj for key, _ in events}
                 now, before = time.monotonic(), turn
-                turn = now
-                if now - before > self._beat_s + self._silence_s / 2:
-                    heard = now  # this process stood still: nobody could be heard
+                turn, stood_still = now, now - before > self._beat_s + self._silence_s / 2
+                if stood_still:
+                    heard = now  # this process did: nobody could be heard
                 if self._bell in ready:
                     self._bell.recv(4096)
                 if connection.sock in ready or connection.more:
                     heard = now
                     for header, payload in connection.receive():
                         self._hear(connection, header, payload)
+                for key, happened in events:
+                    if key.data is not None and self._direct is not None:
+                        self._direct.attend(key.data, happened)
                 self._take_orders(connection)
                 if now - heard > self._silence_s:
                     raise TimeoutError(f"silent for {now - heard:.0f} s")
-                if now >= next_beat:
+                if now >= next_beat or stood_still:
                     next_beat = now + self._beat_s
                     if not connection.unsent:
                         connection.send("beat")
+                    if self._direct is not None:
+                        self._direct.look_around(now, stood_still=stood_still)
         except OSError as error:
             if not self._run and isinstance(error, ssl.SSLError):
                 # Under TLS 1.3 the side that calls learns only now that its certificate was not taken.
@@ -378,10 +414,16 @@ class Member:
         except Malformed as error:
             raise NearlinearError(f"{self._where} sent what is no message of a run ({error})") from None
         finally:
-            selector.close()
             self._hang_up(connection)
+            selector.close()
 
     def _hang_up(self, connection: Connection) -> None:
+        if self._direct is not None:
+            received, sent = self._direct.bytes
+            self.received += received
+            self.sent += sent
+            self._direct.close()
+            self._direct = None
         if not connection.closed:
             self.received += connection.received
             self.sent += connection.sent
@@ -406,7 +448,7 @@ class Member:
             if codec not in ("fp32", self._codec):
                 raise Malformed(f"codec {codec!r} in a run of {self._codec}")
             return self._sizes.update_bytes(codec) if number(header, "samples") else 0
-        return TEXT if kind == "agreed" else 0
+        return TEXT if kind in ("agreed", "roster") else 0
 
     # ---- what comes in
 
@@ -415,13 +457,22 @@ class Member:
             case "refused":
                 raise InputError(f"the run at {self._where} refuses this member: {text(header, 'why', 500)}")
             case "welcome":
-                self._welcomed(header)
+                self._welcomed(connection, header)
             case "found":
                 self._give_state(connection)
             case "state":
                 self._enter(header, payload)
             case "result":
                 self._result(header, payload)
+            case "plan":
+                self._begin_again(connection, header)
+            case "go" if self._direct is not None:
+                self._direct.go(header)
+            case "commit" if self._direct is not None:
+                self._committed(header, self._direct.committed(header))
+            case "roster":
+                if self._direct is not None:
+                    self._direct.introduced(payload, time.monotonic())
             case "close":
                 self.called = whole(header, "round")
             case "agreed":
@@ -435,13 +486,21 @@ class Member:
             case kind:
                 raise Malformed(f"{kind[:20]!r} from the centre")
 
-    def _welcomed(self, header: Header) -> None:
+    def _welcomed(self, connection: Connection, header: Header) -> None:
         run, codec = text(header, "run"), text(header, "codec")
         if self._run and run != self._run:
             self._say(f"{self._where} was started anew; the run goes on from the member that has come farthest")
         self._run, self.number = run, whole(header, "number")
         if codec != self._codec:
             self._codec, self._feedback = codec, Feedback(codec, self._sizes.parameters)
+            self._owed = Feedback(codec, self._sizes.parameters)
+        chunks, bind = Chunks(self._sizes, codec), text(header, "bind")
+        try:
+            self._direct = Direct(
+                connection, self._identity, run, self.number, chunks, self._selector, bind, self._silence_s
+            )
+        except OSError as error:
+            self._say(f"no other member can call this one ({error}); updates go through {self._where}")
         # What was asked and not answered is asked again.
         for asked in self._asked.values():
             self._orders.put(asked)
@@ -465,13 +524,33 @@ class Member:
     def _result(self, header: Header, payload: memoryview) -> None:
         if self._last is None or whole(header, "round") != self._last.round + 1:
             raise Malformed(f"the result of round {whole(header, 'round') - 1}, which is not in hand")
-        counted, outer = truth(header, "counted"), self._last.outer
+        outer = self._last.outer
         if number(header, "samples"):
             outer = outer - self._sizes.decode(text(header, "codec"), payload)
         self._require(hash_of(outer) == text(header, "hash"), f"round {self._last.round}")
+        self._committed(header, outer)
+
+    def _committed(self, header: Header, outer: Floats) -> None:
+        counted = truth(header, "counted")
         if counted:
             self._exchange_s = max(0.0, time.monotonic() - self._delivered - number(header, "held"))
         self._tell(header, outer, counted=counted and self._under_way is not None)
+
+    def _begin_again(self, connection: Connection, header: Header) -> None:
+        """Send what was sent in vain, as the round's new plan says."""
+        if self._last is None or whole(header, "round") != self._last.round:
+            return
+        self._read_plan(header, self._last.outer)
+        self._feedback.settle(counted=False)
+        if self._under_way is not None:
+            self._send(connection, self._under_way)
+
+    def _read_plan(self, header: Header, outer: Floats) -> None:
+        self._turn, plan = whole(header, "turn"), header.get("plan")
+        self._waits = plan is False
+        self._plan = Plan.read(self._turn, plan) if plan else None
+        if self._direct is not None:
+            self._direct.begin(self._turn, self._plan, outer, self._owed)
 
     def _require(self, equal: bool, what: str) -> None:
         if not equal:
@@ -489,6 +568,7 @@ class Member:
         self._under_way, self._hash = None, text(header, "hash")
         members = whole(header, "members")
         self._alone = members <= 1
+        self._read_plan(header, outer)
         every, place = whole(header, "every", 1), places(header, "place")
         at, behind, rates = whole(header, "at"), whole(header, "behind"), numbers(header, "rates")
         self._last = News(
@@ -508,22 +588,35 @@ class Member:
                 self._send(connection, order)
 
     def _send(self, connection: Connection, update: Update) -> None:
-        self._under_way, self._delivered = update, time.monotonic()
-        # What is sent to nobody but the centre need not be short.
-        codec = "fp32" if self._alone else self._codec
-        payload = self._sizes.encode(codec, update.change, self._feedback) if update.samples else b""
-        connection.send(
-            "update",
-            payload,
-            round=update.after.round,
-            base=self._hash,
-            samples=update.samples,
-            steps=update.steps,
-            seconds=update.seconds,
-            exchange=self._exchange_s,
-            codec=codec,
-            at=update.at,
-            behind=update.behind,
-            place=list(update.place),
-            rates=list(update.rates),
-        )
+        if update is not self._under_way:
+            self._under_way, self._delivered = update, time.monotonic()
+        if self._waits:
+            return  # it came when the plan was made already: what it has counts in the next round
+        if self._plan is None:
+            # What is sent to nobody but the centre need not be short.
+            codec = "fp32" if self._alone else self._codec
+            payload = self._sizes.encode(codec, update.change, self._feedback) if update.samples else b""
+            connection.send("update", payload, codec=codec, **self._about(update))
+        elif update.samples and self._direct is not None:
+            ready = functools.partial(self._say_ready, connection, update)
+            self._direct.deliver(update.change, self._feedback, ready)
+        else:
+            self._say_ready(connection, update, [0.0] * len(self._plan.members))
+
+    def _say_ready(self, connection: Connection, update: Update, norms: list[float]) -> None:
+        connection.send("ready", turn=self._turn, norms=norms, **self._about(update))
+
+    def _about(self, update: Update) -> dict[str, object]:
+        """Return what is said of an update, by whichever way its values go."""
+        return {
+            "round": update.after.round,
+            "base": self._hash,
+            "samples": update.samples,
+            "steps": update.steps,
+            "seconds": update.seconds,
+            "exchange": self._exchange_s,
+            "at": update.at,
+            "behind": update.behind,
+            "place": list(update.place),
+            "rates": list(update.rates),
+        }

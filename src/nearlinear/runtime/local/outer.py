@@ -47,6 +47,11 @@ class _Update:
 class Outer:
     """The outer parameters, and the updates of the round in hand.
 
+    Attributes:
+        values: The outer parameters.
+        hash: Of them.
+        gate: What is remembered of updates, to judge others by.
+
     Args:
         sizes: How much is trained.
         codec: Of means that are not sent exactly.
@@ -64,7 +69,7 @@ class Outer:
     def __init__(self, sizes: Sizes, codec: str, values: Floats) -> None:
         self.values, self.hash = values, hash_of(values)
         self._sizes, self._codec = sizes, codec
-        self._gate = Admission()
+        self.gate = Admission()
         self._feedback = Feedback(codec, sizes.parameters)
         self._updates: dict[int, _Update] = {}
 
@@ -75,9 +80,18 @@ class Outer:
             Undecodable: Such an update cannot be encoded to these bytes.
             Rejected: It must not enter the mean.
         """
-        factor = self._gate.judge(self._sizes.decode(codec, payload), steps) if samples else 1.0
+        factor = self.gate.judge(self._sizes.decode(codec, payload), steps) if samples else 1.0
         self._updates[member] = _Update(payload, codec, samples, factor, now)
         return factor
+
+    def adopt(self, values: Floats, hash_: str) -> None:
+        """Go on to the next round with outer parameters that were made elsewhere, in direct exchanges."""
+        self.values, self.hash = values, hash_
+        self._updates.clear()
+
+    def forget(self) -> None:
+        """Let go of all updates: they will be sent again."""
+        self._updates.clear()
 
     def drop(self, member: int) -> None:
         """Let go of a member's update."""

@@ -9,17 +9,19 @@
 
 A round closes when every member that is here has sent its update, or when the first update has waited for as long again
 as it took, and ``PATIENCE_S`` at least. A member that was late, cut off or stopped holds on to what it learnt: it
-counts in a later round, and until it has sent an update in time again, nobody waits for it. Who has gone keeps its
-number and may come back under it.
+counts in a later round, and until it has sent an update in time again, nobody waits for it but a moment. Who has gone
+keeps its number and may come back under it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from nearlinear.errors import InputError
 
 PATIENCE_S = 30.0  # the least that a late member is waited for
+GRACE = 0.5  # of the time that the first took, and a beat at most: so long one that was late before is waited for
 MOST = 1024  # members that ever were: a bound for what is remembered
 
 
@@ -132,25 +134,48 @@ class Rounds:
             member.called = True
         return calling
 
-    def closes(self, now: float) -> bool:
-        """Return whether the round in hand is to be closed."""
+    def closes(self, now: float, among: Collection[int] | None = None) -> bool:
+        """Return whether the round in hand is to be closed.
+
+        Args:
+            now: The time.
+            among: Numbers of the members that this round is of; others are not waited for. ``None``: of all.
+        """
         times = [member.update for member in self.members.values() if member.update is not None]
         if not times:
             return False
         first = min(times)
         if now >= first + max(self._patience_s, first - self._opened):
             return True
-        return all(member.update is not None or member.behind for member in self.here())
+        missing = self.late(among)
+        if all(member.behind for member in missing):
+            # Who was late before is given a moment: one that is a little slower than the rest would never be in time.
+            return not missing or now >= first + min(self._beat_s, GRACE * (first - self._opened))
+        return False
 
-    def late(self) -> list[Member]:
+    def late(self, among: Collection[int] | None = None) -> list[Member]:
         """Return the members that are here and whose update is not."""
-        return [member for member in self.here() if member.update is None]
+        return [each for each in self.here() if each.update is None and (among is None or each.number in among)]
 
-    def close(self, now: float) -> list[int]:
-        """Go on to the next round; return the numbers of the members whose updates count, in the order of the sum."""
-        counted = sorted(number for number, member in self.members.items() if member.update is not None)
+    def ready(self) -> list[int]:
+        """Return the numbers of the members whose updates are here."""
+        return sorted(number for number, member in self.members.items() if member.update is not None)
+
+    def begin_again(self) -> None:
+        """Let go of all updates of the round in hand: they will be sent again."""
         for member in self.members.values():
-            member.behind = member.update is None
+            member.update = None
+
+    def close(self, now: float, among: Collection[int] | None = None) -> list[int]:
+        """Go on to the next round; return the numbers of the members whose updates count, in the order of the sum.
+
+        Args:
+            now: The time.
+            among: Numbers of the members that this round was of; others could not be late. ``None``: of all.
+        """
+        counted = self.ready()
+        for member in self.members.values():
+            member.behind = member.update is None and (among is None or member.number in among)
             member.update, member.fresh, member.called = None, False, False
         self.number, self._opened = self.number + 1, now
         return counted

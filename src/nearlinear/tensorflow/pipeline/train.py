@@ -231,6 +231,7 @@ class Pipeline:
         ready = self._at(batch)
         self.mesh.step += 1
         run, outputs = ready.executor.forward(flat_inputs(self.model, batch.x), self.microbatches, training=True)
+        self.session.samples = run.bounds[-1][1]
         loss = None
         if outputs is not None:
             found, added, penalties = ready.tail.loss_gradients(batch, outputs)
@@ -245,12 +246,14 @@ class Pipeline:
         with self.session.own_errors():
             ready.stepping.step(gradients)
         logs = self._told(None if outputs is None else ready.tail.metrics(batch, outputs))
+        waited = self.mesh.waited_s - waited
+        self.session.waited_s += waited
         events.publish(
             "step",
             model=self.number,
             step=self.mesh.step,
             seconds=time.perf_counter() - began,
-            waited=self.mesh.waited_s - waited,
+            waited=waited,
             samples=run.bounds[-1][1],
             parameters=lambda: [(each.path, each.numpy()) for each in own],
         )

@@ -1,0 +1,103 @@
+"""Trains a small GPT on bytes in one way on this host, and writes what it cost and what it learnt.
+
+    train.py WAY STEPS MEMBERS FOLDER
+
+WAY is `one`, `ddp` (per-step data parallelism over gloo) or `local` (under `nearlinear run --listen` and `join`). All
+ways take the same batches in the same order; a member takes its share of each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from itertools import chain, islice, repeat
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Subset
+
+import nearlinear as nl
+from nearlinear.examples.gpt import Windows, cosine_with_warm_up, gpt
+
+BATCH = 16
+START_S = 120.0
+
+
+def main(way: str, steps: int, members: int, folder: Path) -> None:
+    """Train, and write."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    windows = Windows("\n".join(topics.values()).encode())
+    size = len(windows) - len(windows) // 10
+    train: Any = DataLoader(Subset(windows, range(size)), batch_size=BATCH, shuffle=True, drop_last=True)
+    test = DataLoader(Subset(windows, range(size, len(windows))), batch_size=64)
+    model: nn.Module = gpt(width=64, layers=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    part = slice(None)
+    if way == "ddp":
+        torch.distributed.init_process_group("gloo")
+        rank = torch.distributed.get_rank()
+        model = nn.parallel.DistributedDataParallel(model)
+        part = slice(rank * BATCH // members, (rank + 1) * BATCH // members)
+    elif way == "local":
+        every, codec = os.environ.get("EVERY"), os.environ.get("CODEC")
+        plan = nl.Plan("local", every=int(every) if every else None, compress=codec)
+        model, optimizer, train = nl.distribute(model, optimizer, train, strategy=plan)
+    meet(folder, members)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: cosine_with_warm_up(step, steps))
+    began, rows, before = time.perf_counter(), [], traffic()
+    for x, y in islice(batches(train), steps):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x[part]).flatten(0, 1), y[part].flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        rows.append((time.perf_counter() - began, float(loss.detach())))
+    model.eval()
+    with torch.no_grad():
+        first = next(iter(test))[0][:1]
+        model(first)  # of a member: what it learnt last reaches the others
+        took = time.perf_counter() - began
+        sums = [float(F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum")) for x, y in test]
+    moved = [now - then for now, then in zip(traffic(), before, strict=True)]
+    values = (len(windows) - size) * windows[0][1].numel()
+    told = {"rows": rows, "seconds": took, "received": moved[0], "sent": moved[1], "loss": sum(sums) / values}
+    (folder / f"{socket.gethostname()}.json").write_text(json.dumps(told))
+
+
+def traffic() -> list[int]:
+    """Return the bytes that this host's cable has carried to it and from it, headers and all."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == "eth0":
+            each = numbers.split()
+            return [int(each[0]), int(each[8])]
+    return [0, 0]
+
+
+def batches(train: Any) -> Iterator[Any]:
+    """Yield batches for ever."""
+    return chain.from_iterable(repeat(train))
+
+
+def meet(folder: Path, members: int) -> None:
+    """Return when all members are here."""
+    (folder / f"{socket.gethostname()}.here").touch()
+    until = time.monotonic() + START_S
+    while len(list(folder.glob("*.here"))) < members:
+        if time.monotonic() > until:
+            sys.exit(f"not all of {members} members came within {START_S:.0f} s")
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))

@@ -111,6 +111,35 @@ def test_a_killed_worker_ends_the_others_with_its_number(tmp_path: Path, rank: i
     assert other.seconds - results[rank].seconds < 10
 
 
+@pytest.mark.full
+def test_a_backup_goes_on_where_a_killed_run_was(tmp_path: Path) -> None:
+    text = (
+        TRAIN
+        + """
+class Die(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if "--die" in sys.argv and epoch == 2 and nl.rank() == 1:
+            os.kill(os.getpid(), 9)
+
+backup = keras.callbacks.BackupAndRestore(sys.argv[1])
+fitted = model.fit(x, y, batch_size=8, epochs=4, verbose=0, shuffle=False, callbacks=[backup, Die()])
+if nl.is_main():
+    print("HISTORY " + json.dumps([fitted.epoch, fitted.history["loss"]]))
+"""
+    )
+    script = written(tmp_path, "train.py", text)
+
+    def trained(processes: int, folder: str, *words: str) -> tuple[int, list[list[float]]]:
+        ran = run(processes, script, str(tmp_path / folder), *words)
+        found = re.search(r"HISTORY (.*)", ran.stdout)
+        return ran.returncode, json.loads(found[1]) if found else []
+
+    assert trained(2, "backup", "--die")[0] == 128 + signal.SIGKILL
+    again, (epochs, losses) = trained(2, "backup")
+    assert again == 0 and epochs == [2, 3]
+    assert losses == pytest.approx(trained(1, "whole")[1][1][2:], rel=1e-5)  # of float32 in another order
+
+
 def test_check_compares_a_keras_script_step_by_step(tmp_path: Path) -> None:
     script = written(tmp_path, "train.py", TRAIN + "model.fit(x, y, batch_size=8, epochs=1, verbose=0)\n")
     words = [sys.executable, "-m", "nearlinear", "check", "-n", "2", "--steps", "3", "--float64", str(script)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,22 @@ class Run:
     def join(self, **options: Any) -> Trainer:
         self.trainers.append(Trainer(self.ticket, **options))
         return self.trainers[-1]
+
+
+@contextlib.contextmanager
+def starting(kind: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Give what starts runs of a kind; all of them end with the block."""
+    runs: list[Any] = []
+
+    def start(**options: Any) -> Any:
+        runs.append(kind(**options))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        for trainer in run.trainers:
+            trainer.member.leave()
+        run.centre.stop()
 
 
 class Trainer:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from local_runs import PATIENCE_S, SIZES, Ledger, Run, die, together, until
+from local_runs import PATIENCE_S, SIZES, Ledger, Run, die, starting, together, until
 from nearlinear.runtime.local.centre import Centre
 from nearlinear.runtime.local.frames import pack
 from nearlinear.runtime.local.ticket import new_key
@@ -54,17 +54,8 @@ class DirectRun(Run):
 
 @pytest.fixture
 def started() -> Iterator[Callable[..., DirectRun]]:
-    runs: list[DirectRun] = []
-
-    def start(**options: Any) -> DirectRun:
-        runs.append(DirectRun(**options))
-        return runs[-1]
-
-    yield start
-    for run in runs:
-        for trainer in run.trainers:
-            trainer.member.leave()
-        run.centre.stop()
+    with starting(DirectRun) as start:
+        yield start
 
 
 Start = Callable[..., DirectRun]

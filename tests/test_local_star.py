@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from local_runs import PATIENCE_S, SIZES, Run, Trainer, cut, die, outer_hash, together, until
+from local_runs import PATIENCE_S, SIZES, Run, Trainer, cut, die, outer_hash, starting, together, until
 from nearlinear.errors import InputError, NearlinearError, PeerLostError
 from nearlinear.runtime.local.centre import Centre
 from nearlinear.runtime.local.connection import Connection
@@ -30,17 +30,8 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture
 def started() -> Iterator[Callable[..., Run]]:
-    runs: list[Run] = []
-
-    def start(**options: Any) -> Run:
-        runs.append(Run(**options))
-        return runs[-1]
-
-    yield start
-    for run in runs:
-        for trainer in run.trainers:
-            trainer.member.leave()
-        run.centre.stop()
+    with starting(Run) as start:
+        yield start
 
 
 Start = Callable[..., Run]

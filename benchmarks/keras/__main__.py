@@ -3,6 +3,7 @@
     python benchmarks/keras                 all of it
     python benchmarks/keras --quick         one short round
     python benchmarks/keras --models cnn    of: mlp, cnn, transformer, deep
+    python benchmarks/keras --show FILE ... the table of what earlier runs measured, together
 
 README.md says what is measured and how.
 """
@@ -45,8 +46,12 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=3, help="per round")
     parser.add_argument("--seconds", type=float, default=2.0, help="of a block")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--show", type=Path, nargs="+", metavar="FILE", help="of --out: measure nothing, print them")
     parser.add_argument("--out", type=Path, default=Path("out/keras.json"))
     options = parser.parse_args()
+    if options.show:
+        print(_report(_together([json.loads(path.read_text()) for path in options.show])))
+        return
     if options.quick:
         options.rounds, options.blocks, options.seconds = 1, 2, 1.0
     wanted = {
@@ -62,7 +67,7 @@ def main() -> None:
                 print(f"round {number + 1}: {name}, {way}", file=sys.stderr, flush=True)
                 speeds[name][way] += _measured(way, name, options.seconds, options.blocks)
                 options.out.write_text(json.dumps(speeds, indent=1))
-    text = f"{_caption(options, load)}\n\n{_table(speeds)}\n\n{_targets(speeds)}"
+    text = f"{_caption(options, load)}\n\n{_report(speeds)}"
     Console(width=None if sys.stdout.isatty() else 200).print(Markdown(text))
 
 
@@ -89,6 +94,21 @@ def _measured(way: str, model: str, seconds: float, blocks: int) -> list[float]:
         if any(codes):
             sys.exit(f"{way} of {model} ended with {codes}")
         return [float(each) for each in json.loads((Path(folder) / "0.json").read_text())]
+
+
+def _together(runs: Sequence[Speeds]) -> Speeds:
+    """Return the blocks of several runs; models and ways that none of them finished are left out."""
+    found: Speeds = {}
+    for name in MODELS:
+        ways = {way: [each for run in runs for each in run.get(name, {}).get(way, [])] for way in (*DATA, "pipeline")}
+        ways = {way: blocks for way, blocks in ways.items() if blocks}
+        if len(ways) > 1:
+            found[name] = ways
+    return found
+
+
+def _report(speeds: Speeds) -> str:
+    return f"{_table(speeds)}\n\n{_targets(speeds)}"
 
 
 def _table(speeds: Speeds) -> str:

@@ -52,8 +52,7 @@ def threads(n: int, cores: int, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that give each of ``n`` processes its part of the cores; left to itself each takes all."""
     said = inherited.get("OMP_NUM_THREADS", "")  # the user's; MKL follows it
     each = int(said) if said.isdigit() else max(1, cores // n)
-    # TensorFlow's own pools, of which two threads on one core lose half of its time; of the second pool, one may wait
-    # for a peer while the other goes on computing.
+    # TensorFlow's own pools: of the second, one thread may wait for a peer while the other goes on computing.
     wanted = {"TF_NUM_INTRAOP_THREADS": each, "TF_NUM_INTEROP_THREADS": max(2, each)}
     if not said:
         wanted |= {"OMP_NUM_THREADS": each, "MKL_NUM_THREADS": each}

@@ -110,6 +110,23 @@ def noise_left(beta: float, step: float) -> float:
     return (1 - beta) * (1 + was) / ((1 + beta) * (1 - was))
 
 
+def signal_share(ratios: float, count: int, left: float) -> float:
+    """Return the sum over values of the share of ``mu^2`` in the mean squared gradient, from two running means.
+
+    Args:
+        ratios: Sum of the squared mean over the mean square.
+        count: Of values.
+        left: What noise alone leaves in the squared mean, as a share of the mean square (``noise_left``).
+
+    Example:
+        >>> signal_share(100.0, 100, 0.05), signal_share(5.0, 100, 0.05)
+        (100.0, 0.0)
+    """
+    if left > 0.99:  # of a single step nothing can be told apart
+        return ratios
+    return (ratios - left * count) / (1 - left)
+
+
 # ---- by which way updates are exchanged
 
 MOST_DIRECT = 32

@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from nearlinear.core.plan import Plan
 from nearlinear.errors import InputError
-from nearlinear.planning.rounds import LOOK_STEPS, adaptive_rate, noise_left
+from nearlinear.planning.rounds import LOOK_STEPS, adaptive_rate, noise_left, signal_share
 from nearlinear.runtime.local.codecs import Floats
 from nearlinear.runtime.local.island import Island, Place, Trained
 from nearlinear.tensorflow.data import SharedData, part_of
@@ -62,7 +62,7 @@ class Apart(Training):
         self._rates: list[tf.Variable] = []  # of every optimizer, the run's; -1: its own
         self._factors: list[tuple[Any, tf.Variable]] = []  # every optimizer, and what its rate is multiplied by
         self._signals: list[float | None] = []  # share of signal in the gradients that each has seen
-        self._seen = 0  # calls of the train function
+        self._seen = 0  # calls of the train function on a part of the batch
         self._known: Any = None  # what these variables hold
         self._stepping = False
         self._averaged: list[Any] = []
@@ -271,9 +271,11 @@ class Apart(Training):
     def _before_steps(self) -> None:
         island = self._island
         run = island.rates(len(self._rates)) or [-1.0] * len(self._rates)
-        if self._seen % LOOK_STEPS == 0:
-            self._signals = [gradient_signal(optimizer) for optimizer, _ in self._factors]
-        self._seen += 1
+        begin, end = island.share
+        if end - begin < 1:  # else it is alone: the batch is whole
+            if self._seen % LOOK_STEPS == 0:
+                self._signals = [gradient_signal(optimizer) for optimizer, _ in self._factors]
+            self._seen += 1
         known = island.share, island.behind, run, self._signals
         if known != self._known:
             self._known = known
@@ -281,8 +283,7 @@ class Apart(Training):
             self._behind.assign(island.behind)
             for variable, rate in zip(self._rates, run, strict=True):
                 variable.assign(rate)
-            begin, end = island.share
-            for (_, factor), signal in zip(self._factors, self._signals, strict=True):
+            for (_, factor), signal in zip(self._factors, self._signals, strict=False):
                 factor.assign(1.0 if signal is None else adaptive_rate(end - begin, signal))
 
     def _after_steps(self) -> None:
@@ -337,7 +338,7 @@ def gradient_signal(optimizer: Any) -> float | None:
     for first, second in zip(firsts, seconds, strict=True):
         mean, square = first.numpy() / (1 - one**step), second.numpy() / (1 - two**step)
         ratio = mean[square > 0] ** 2 / square[square > 0]
-        shares += float(ratio.sum()) if left > 0.99 else float((ratio - left).sum()) / (1 - left)
+        shares += signal_share(float(ratio.sum()), ratio.size, left)
         count += ratio.size
     return min(max(shares / count, 0.0), 1.0) if count else None
 

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 
 from nearlinear.core.plan import Plan
 from nearlinear.errors import InputError
-from nearlinear.planning.rounds import LOOK_STEPS, adaptive_rate, noise_left
+from nearlinear.planning.rounds import LOOK_STEPS, adaptive_rate, noise_left, signal_share
 from nearlinear.runtime.environment import World
 from nearlinear.runtime.local.codecs import Floats
 from nearlinear.runtime.local.island import Island, Trained
@@ -41,7 +41,7 @@ class IslandSession(Session):
         self._optimizer: torch.optim.Optimizer
         self._own_rates: list[tuple[Any, Any]] = []  # and weight decays, while a step is taken at others
         self._signal: float | None = None
-        self._seen = 0  # steps
+        self._seen = 0  # steps on a part of the batch
         self._agreeing = False
 
     # ---- entering
@@ -144,6 +144,8 @@ class IslandSession(Session):
         for group, rate in zip(self._groups, rates or [], strict=False):
             group["lr"] = rate
         begin, end = self._island.share
+        if end - begin >= 1:  # alone: the batch is whole
+            return
         if self._seen % LOOK_STEPS == 0:
             self._signal = gradient_signal(self._optimizer)
         self._seen += 1
@@ -208,7 +210,7 @@ def gradient_signal(optimizer: torch.optim.Optimizer) -> float | None:
             left = noise_left(one, step)
             square = state["exp_avg_sq"] / (1 - two**step)
             ratio = (state["exp_avg"] / (1 - one**step)).square()[square > 0] / square[square > 0]
-            shares += float(ratio.sum()) if left > 0.99 else float((ratio - left).sum()) / (1 - left)
+            shares += signal_share(float(ratio.sum()), ratio.numel(), left)
             count += ratio.numel()
     return min(max(shares / count, 0.0), 1.0) if count else None
 

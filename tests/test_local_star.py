@@ -16,7 +16,7 @@ import pytest
 
 from local_runs import PATIENCE_S, SIZES, Run, Trainer, cut, die, outer_hash, starting, together, until
 from nearlinear.errors import InputError, NearlinearError, PeerLostError
-from nearlinear.runtime.local.centre import Centre
+from nearlinear.runtime.local.centre import RECENT, Centre
 from nearlinear.runtime.local.connection import Connection
 from nearlinear.runtime.local.frames import Header, pack
 from nearlinear.runtime.local.member import Update
@@ -210,6 +210,10 @@ def test_members_agree_on_what_the_first_said(started: Start) -> None:
     a, b = run.join(), run.join()
     assert a.member.agree("the seed", {"seed": 7}) == {"seed": 7}
     assert b.member.agree("the seed", {"seed": 8}) == {"seed": 7}
+    for each in range(RECENT + 1):
+        a.member.agree(f"batch {each}", each, lasts=False)
+    assert b.member.agree(f"batch {RECENT}", -1, lasts=False) == RECENT
+    assert b.member.agree("batch 0", -1, lasts=False) == -1, "it was long ago"
 
 
 # ---- what must not get in
@@ -313,7 +317,8 @@ def test_the_intruders_hello_is_good(started: Start) -> None:
         [pack("hello", **HELLO), pack("update", 4032, **{**UPDATE, "codec": "int4"})],
         [pack("hello", **HELLO), pack("update", 4032, **{**UPDATE, "round": "0"}), bytes(4032)],
         [pack("hello", **HELLO), pack("update", 4032, **{**UPDATE, "place": [[1]]}), bytes(4032)],
-        [pack("hello", **HELLO), pack("agree", 1, name="n"), b"{"],
+        [pack("hello", **HELLO), pack("agree", 1, name="n", lasts=True), b"{"],
+        [pack("hello", **HELLO), pack("agree", 2, name="n"), b"{}"],
         [pack("hello", **HELLO), pack("welcome")],
     ],
 )

@@ -296,6 +296,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         ("nl.distribute(model, optimizer)\nnl.distribute(model, optimizer)", "trains one model, and distribute was"),
         ("nl.distribute(model, optimizer, DataLoader(Stream(), batch_size=2))", "a loader's is an IterableDataset"),
         ("nl.distribute(model.to(torch.complex64), None)", "averages real numbers"),
+        ("nl.distribute(model, optimizer, weight='sum')", "the mean of what members learn would be too little"),
     ],
 )
 def test_a_script_that_cannot_be_distributed_is_refused(

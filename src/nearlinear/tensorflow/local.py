@@ -31,6 +31,7 @@ from nearlinear.tensorflow.state import is_seed, separated
 from nearlinear.tensorflow.train import Training, is_built
 
 _OWN = "_nearlinear_own_rate"
+_COMPARED = 16  # of the first passes all have their first batch compared, and every so many afterwards
 _ALIKE = 1e-4  # of the digests of a batch on two machines, whose decoders may round otherwise
 _END = "the end of a pass over the data"
 
@@ -312,7 +313,7 @@ class Apart(Training):
             )
         if math.isnan(digest):
             return
-        theirs = self._island.agree_once(f"the data of pass {self._passes}", [samples, digest])
+        theirs = self._island.agree_now(f"the data of pass {self._passes}", [samples, digest])
         if theirs[0] != samples or not math.isclose(theirs[1], digest, rel_tol=_ALIKE, abs_tol=1e-9):
             raise InputError(
                 f"this member reads other batches than the run's first member in epoch {self._passes + 1}; the data "
@@ -344,8 +345,8 @@ def gradient_signal(optimizer: Any) -> float | None:
 
 
 def _is_compared(number: int) -> bool:
-    """Return whether the first batch of a pass is compared: of ever fewer, for what is agreed on is kept."""
-    return number < 16 or number & (number - 1) == 0
+    """Return whether the first batch of a pass is compared; a member that comes late has one before it soon."""
+    return number < _COMPARED or number % _COMPARED == 0
 
 
 class Passes(SharedData):

@@ -74,7 +74,7 @@ def distribute(
     session.arrange(plan.stages_on(session.size))
     buffers = list(model.named_buffers())
     if isinstance(session, IslandSession):
-        session.enter(model, named, loaders, plan)
+        session.enter(model, named, loaders, weight, plan)
     require_same_model([*named, *buffers], session)
     if plan.strategy == "sharded" and session.size > 1:
         taken = {id(parameter) for each in _combining for parameter in each.parameters}

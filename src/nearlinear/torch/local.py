@@ -46,15 +46,20 @@ class IslandSession(Session):
 
     # ---- entering
 
-    def enter(self, model: nn.Module, named: Named, loaders: Sequence[Any], plan: Plan) -> None:
+    def enter(self, model: nn.Module, named: Named, loaders: Sequence[Any], weight: Any, plan: Plan) -> None:
         """Join the run that the ticket names, and take over its outer parameters.
 
         Raises:
-            InputError: There is a model in it already, or it holds what cannot be averaged.
+            InputError: There is a model in it already, or what it trains cannot be averaged.
             PeerLostError: The run does not answer.
         """
         if self._island is not None:
             raise InputError("strategy 'local' trains one model, and distribute was called for a second one")
+        if weight == "sum":
+            raise InputError(
+                "weight='sum': the loss is a sum over the batch, of which every member sees its part, and the mean of "
+                "what members learn would be too little; under strategy 'local' let the loss be a mean"
+            )
         for loader in loaders:
             if isinstance(getattr(loader, "dataset", None), IterableDataset) and loader.batch_size is not None:
                 raise InputError(

@@ -43,6 +43,7 @@ from nearlinear.runtime.local.frames import (
     text,
     text_of,
     texts,
+    truth,
     whole,
     wholes,
 )
@@ -59,7 +60,8 @@ BEAT_S = 1.0
 SILENCE_S = 5.0
 WARM = 2  # updates of a member in which libraries wake up, whose times say nothing
 SMOOTH = 0.3  # of a new measurement in the running one
-AGREED = 256  # names that members agree on
+AGREED = 256  # names that members agree on for the whole run
+RECENT = 64  # and for a while
 AGREED_BYTES = 1 << 26
 PILE = 8  # payloads that may wait for a member before it counts as not reading
 TRIES = 3  # of a direct exchange in one round; then it goes through the centre
@@ -260,6 +262,7 @@ class Centre(Server[_Peer]):
         self._who: list[str] = []  # identities of those whose updates were in the round before
         self._agreed: dict[str, Any] = {}
         self._agreed_bytes = 0
+        self._recent: dict[str, Any] = {}
         self._place: list[tuple[int, int]] = []
         self._at = 0  # steps that the run has made
         self._behind, self._rates = 0, list[float]()  # of the member whose schedule has missed the fewest of them
@@ -398,7 +401,7 @@ class Centre(Server[_Peer]):
             case "state":
                 self._first_state(peer, header, payload)
             case "agree":
-                self._agree(peer, text(header, "name"), payload)
+                self._agree(peer, text(header, "name"), payload, lasts=truth(header, "lasts"))
             case "update":
                 self._update(peer, header, payload)
             case "listening":
@@ -529,13 +532,16 @@ class Centre(Server[_Peer]):
             return {"turn": self._turns, "plan": None}
         return {"turn": self._turns, "plan": self._vote.plan.fields() if peer.turn == self._turns else False}
 
-    def _agree(self, peer: _Peer, name: str, payload: memoryview) -> None:
+    def _agree(self, peer: _Peer, name: str, payload: memoryview, lasts: bool) -> None:
         value = text_of(payload)
-        if name not in self._agreed:
+        known = self._agreed if lasts else self._recent
+        if lasts and name not in known:
             self._agreed_bytes += len(payload)
-            if len(self._agreed) >= AGREED or self._agreed_bytes > AGREED_BYTES:
+            if len(known) >= AGREED or self._agreed_bytes > AGREED_BYTES:
                 raise Malformed(f"more than {AGREED} names or {AGREED_BYTES} bytes to agree on")
-        agreed = self._agreed.setdefault(name, value)
+        agreed = known.setdefault(name, value)
+        if not lasts and len(known) > RECENT:
+            known.pop(next(iter(known)))
         peer.connection.send("agreed", json.dumps(agreed).encode(), name=name)
 
     def _update(self, peer: _Peer, header: Header, payload: memoryview) -> None:

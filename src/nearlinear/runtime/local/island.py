@@ -224,10 +224,10 @@ class Island:
         self._questions += 1
         return self._member.agree(f"{self._questions} {what}", value)
 
-    def agree_once(self, name: str, value: Any) -> Any:
-        """Return what the first member of the run that asked under this name had, whenever that was."""
+    def agree_now(self, name: str, value: Any) -> Any:
+        """Return what the member that first asked under this name had; it is not known for long."""
         assert self._member is not None
-        return self._member.agree(name, value)
+        return self._member.agree(name, value, lasts=False)
 
     def begin(self) -> None:
         """Note that all is agreed, and that steps follow."""

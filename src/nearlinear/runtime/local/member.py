@@ -108,6 +108,7 @@ class Update:
 class _Asked:
     name: str
     value: Any
+    lasts: bool
     answer: queue.SimpleQueue[Any]
 
 
@@ -235,12 +236,13 @@ class Member:
                 if time.monotonic() >= until:
                     raise
 
-    def agree(self, name: str, value: Any) -> Any:
+    def agree(self, name: str, value: Any, lasts: bool = True) -> Any:
         """Return what the first member of the run that asked under ``name`` gave as its value.
 
         Args:
             name: The same on all members.
             value: JSON.
+            lasts: Whether it is known for the whole run, or until others of the same kind were asked for.
 
         Raises:
             NearlinearError: The run is lost to this member.
@@ -248,7 +250,7 @@ class Member:
         """
         if len(json.dumps(value)) > TEXT:
             raise InputError(f"{name} takes more than {TEXT} bytes; it is too much to agree on")
-        asked = _Asked(name, value, queue.SimpleQueue())
+        asked = _Asked(name, value, lasts, queue.SimpleQueue())
         self._orders.put(asked)
         self._ring()
         until = time.monotonic() + self._deadline_s
@@ -583,7 +585,7 @@ class Member:
             order = self._orders.get()
             if isinstance(order, _Asked):
                 self._asked[order.name] = order
-                connection.send("agree", json.dumps(order.value).encode(), name=order.name)
+                connection.send("agree", json.dumps(order.value).encode(), name=order.name, lasts=order.lasts)
             elif order.after is self._last:  # else it is too late, as the training thread will read in the news
                 self._send(connection, order)
 

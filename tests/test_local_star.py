@@ -214,6 +214,7 @@ def test_members_agree_on_what_the_first_said(started: Start) -> None:
         a.member.agree(f"batch {each}", each, lasts=False)
     assert b.member.agree(f"batch {RECENT}", -1, lasts=False) == RECENT
     assert b.member.agree("batch 0", -1, lasts=False) == -1, "it was long ago"
+    assert a.member.agree("batch 0", 3, lasts=False) == 3, "the older one is right, whoever asked first"
 
 
 # ---- what must not get in

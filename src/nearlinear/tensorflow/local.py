@@ -65,6 +65,7 @@ class Apart(Training):
         self._signals: list[float | None] = []  # share of signal in the gradients that each has seen
         self._seen = 0  # calls of the train function on a part of the batch
         self._known: Any = None  # what these variables hold
+        self._compared: tuple[int, float, float] | None = None  # what is to be compared once more
         self._stepping = False
         self._averaged: list[Any] = []
         self._passes = self._batch = 0  # passes that are over, and steps of the one in hand
@@ -296,12 +297,21 @@ class Apart(Training):
         first = self._running and not self._batch
         if self._running:
             self._batch += int(steps)
-        if first and _is_compared(self._passes):
-            self._compare(samples, digest)
+        if first:
+            self._compare_again()
+            if _is_compared(self._passes):
+                self._compared = self._passes, samples, digest
+                self._compare(*self._compared)
         self._island.stepped(weight, samples, int(steps))
 
-    def _compare(self, samples: float, digest: float) -> None:
-        """Compare the first batch of a pass with the one that the first member read there.
+    def _compare_again(self) -> None:
+        """Do so with the last that was compared: of the two that differ there, the older may have asked after this."""
+        if self._compared is not None:
+            compared, self._compared = self._compared, None
+            self._compare(*compared)
+
+    def _compare(self, number: int, samples: float, digest: float) -> None:
+        """Compare the first batch of a pass with the one that the oldest member read there.
 
         Raises:
             InputError: It is another one.
@@ -313,10 +323,10 @@ class Apart(Training):
             )
         if math.isnan(digest):
             return
-        theirs = self._island.agree_now(f"the data of pass {self._passes}", [samples, digest])
+        theirs = self._island.agree_now(f"the data of pass {number}", [samples, digest])
         if theirs[0] != samples or not math.isclose(theirs[1], digest, rel_tol=_ALIKE, abs_tol=1e-9):
             raise InputError(
-                f"this member reads other batches than the run's first member in epoch {self._passes + 1}; the data "
+                f"this member reads other batches than the run's first member in epoch {number + 1}; the data "
                 "must come in the same order on every member: keras.utils.set_random_seed(0) at the start, or a seed "
                 "for what shuffles (dataset.shuffle(n, seed=0), sorted file names)"
             )

@@ -262,7 +262,7 @@ class Centre(Server[_Peer]):
         self._who: list[str] = []  # identities of those whose updates were in the round before
         self._agreed: dict[str, Any] = {}
         self._agreed_bytes = 0
-        self._recent: dict[str, Any] = {}
+        self._recent: dict[str, tuple[int, Any]] = {}  # by which member
         self._place: list[tuple[int, int]] = []
         self._at = 0  # steps that the run has made
         self._behind, self._rates = 0, list[float]()  # of the member whose schedule has missed the fewest of them
@@ -533,15 +533,20 @@ class Centre(Server[_Peer]):
         return {"turn": self._turns, "plan": self._vote.plan.fields() if peer.turn == self._turns else False}
 
     def _agree(self, peer: _Peer, name: str, payload: memoryview, lasts: bool) -> None:
+        assert peer.member is not None
         value = text_of(payload)
-        known = self._agreed if lasts else self._recent
-        if lasts and name not in known:
-            self._agreed_bytes += len(payload)
-            if len(known) >= AGREED or self._agreed_bytes > AGREED_BYTES:
-                raise Malformed(f"more than {AGREED} names or {AGREED_BYTES} bytes to agree on")
-        agreed = known.setdefault(name, value)
-        if not lasts and len(known) > RECENT:
-            known.pop(next(iter(known)))
+        if lasts:
+            if name not in self._agreed:
+                self._agreed_bytes += len(payload)
+                if len(self._agreed) >= AGREED or self._agreed_bytes > AGREED_BYTES:
+                    raise Malformed(f"more than {AGREED} names or {AGREED_BYTES} bytes to agree on")
+            agreed = self._agreed.setdefault(name, value)
+        else:
+            mine = (peer.member.number, value)
+            self._recent[name] = min(self._recent.get(name, mine), mine, key=lambda each: each[0])
+            agreed = self._recent[name][1]
+            if len(self._recent) > RECENT:
+                self._recent.pop(next(iter(self._recent)))
         peer.connection.send("agreed", json.dumps(agreed).encode(), name=name)
 
     def _update(self, peer: _Peer, header: Header, payload: memoryview) -> None:

@@ -225,7 +225,7 @@ class Island:
         return self._member.agree(f"{self._questions} {what}", value)
 
     def agree_now(self, name: str, value: Any) -> Any:
-        """Return what the member that first asked under this name had; it is not known for long."""
+        """Return what the oldest member of those that asked so far under this name has; it is not known for long."""
         assert self._member is not None
         return self._member.agree(name, value, lasts=False)
 

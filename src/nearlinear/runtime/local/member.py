@@ -237,12 +237,13 @@ class Member:
                     raise
 
     def agree(self, name: str, value: Any, lasts: bool = True) -> Any:
-        """Return what the first member of the run that asked under ``name`` gave as its value.
+        """Return what the first that asked under ``name`` gave as its value.
 
         Args:
             name: The same on all members.
             value: JSON.
-            lasts: Whether it is known for the whole run, or until others of the same kind were asked for.
+            lasts: Whether it is known for the whole run; else the member with the lowest number of those that asked
+                so far is the first, and the answer is forgotten after a while.
 
         Raises:
             NearlinearError: The run is lost to this member.

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -75,14 +76,18 @@ class Command:
 
     def rank(self) -> int:
         """Return the process number of the script that it runs."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        scripts = [pid for pid in children if "train.py" in Path(f"/proc/{pid}/cmdline").read_text()]
-        assert len(scripts) == 1, children
-        return int(scripts[0])
+        (only,) = self.ranks()
+        return only
 
-    def passes(self) -> dict[int, Pass]:
-        """Return, by number, the passes it told of."""
-        told = [line.split("pass ")[1].split() for line in self.lines if re.search(r"pass \d+ \d+ \d+ \w+ \S+$", line)]
+    def ranks(self) -> list[int]:
+        """Return the process numbers of the scripts that it runs, by rank."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return [int(pid) for pid in children if "train.py" in Path(f"/proc/{pid}/cmdline").read_text()]
+
+    def passes(self, rank: int = 0) -> dict[int, Pass]:
+        """Return, by number, the passes that a rank told of."""
+        pattern = rf"^(?:\[{rank}\] )?pass (\d+) (\d+) (\d+) (\w+) (\S+)$"
+        told = [match.groups() for line in self.lines if (match := re.search(pattern, line))]
         return {int(each[0]): Pass(int(each[1]), int(each[2]), each[3], float(each[4])) for each in told}
 
 
@@ -111,8 +116,21 @@ class Runs:
         self.ticket = command.line(rf"^nearlinear join (nl1:{re.escape(where)}:\d+:\S{{32}}) .*train\.py")[1]
         return command
 
-    def join(self, passes: int = 500, host: Host | None = None, **env: str) -> Command:
-        arguments = ("join", "--record", "none", self.ticket, str(self.script), str(passes), str(self.stop))
+    def join(
+        self, passes: int = 500, host: Host | None = None, processes: int = 1, options: Sequence[str] = (), **env: str
+    ) -> Command:
+        arguments = (
+            "join",
+            "-n",
+            str(processes),
+            "--record",
+            "none",
+            *options,
+            self.ticket,
+            str(self.script),
+            str(passes),
+            str(self.stop),
+        )
         return self.start(*arguments, host=host, **env)
 
     def start(self, *arguments: str, host: Host | None = None, **env: str) -> Command:

@@ -288,6 +288,11 @@ refused("sparse", made(sparse=True))
 refused("sum", made(loss=keras.losses.MeanSquaredError(reduction="sum")))
 refused("sum by weight", made(compile=False), keras.optimizers.SGD(0.1), weight="sum")
 refused("ema", made(optimizer=keras.optimizers.Adam(use_ema=True)))
+here = dict(os.environ)
+os.environ.update(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+refused("several", made())
+os.environ.clear()
+os.environ.update(here)
 first = nl.distribute(made())
 refused("twice", first)
 refused("second", made())
@@ -307,6 +312,7 @@ def test_what_cannot_be_trained_apart_is_refused_in_one_line(runs: Runs) -> None
         ("sum", "the loss is a sum over the batch, .* needs a mean"),
         ("sum by weight", "the loss is a sum over the batch|through its fit"),
         ("ema", r"keeps an average of the weights \(use_ema\)"),
+        ("several", "trains apart in one process of each machine; leave out -n"),
         ("twice", "this model was distributed before"),
         ("second", "trains one model, and distribute was called for a second one"),
     ):

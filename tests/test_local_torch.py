@@ -16,6 +16,7 @@ from local_commands import ADAPTED, DEADLINE_S, Runs, assert_equal_where_both_we
 from nearlinear.cli.main import main
 from nearlinear.core.plan import Plan
 from nearlinear.errors import InputError
+from nearlinear.launch.environment import free_port
 from nearlinear.testing import Network, can_emulate
 from nearlinear.torch.local import gradient_signal
 
@@ -161,7 +162,7 @@ def test_a_member_whose_cable_is_pulled_comes_back_when_it_is_mended(runs: Runs)
 
 
 EXACT = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 import torch
 import torch.nn.functional as F
@@ -192,13 +193,18 @@ for _ in range(3):
         with torch.no_grad():
             model(x[:1])  # (2)
 assert step == 39
-torch.save(model.state_dict(), out + ".pt")
+rank = os.environ.get("RANK", "0")
+torch.save(model.state_dict(), out + rank + ".pt")
 """
 # (1) Members learn their shares with the news of a round, so the first ones teach nothing.
 # (2) An evaluation waits for the round; without it the next step would begin meanwhile.
 
 
-def test_with_a_round_per_step_the_numbers_are_those_of_one_process(tmp_path: Path, runs: Runs) -> None:
+@pytest.mark.parametrize(("processes", "others"), [(1, 1), (2, 1), (1, 2)])
+def test_with_a_round_per_step_the_numbers_are_those_of_one_process(
+    processes: int, others: int, tmp_path: Path, runs: Runs
+) -> None:
+    """Whether a member is one process, or several that train among themselves."""
     import torch
 
     runs.script.write_text(EXACT)
@@ -209,14 +215,56 @@ def test_with_a_round_per_step_the_numbers_are_those_of_one_process(tmp_path: Pa
     )
     assert alone.returncode == 0, alone.stderr
     (here / "alone").unlink(missing_ok=True)
-    first = runs.start("run", "--listen", "127.0.0.1:0", str(runs.script), str(tmp_path / "a"), str(here), "2")
+    first = runs.start(
+        "run", "--listen", "127.0.0.1:0", "-n", str(processes), str(runs.script), str(tmp_path / "a"), str(here), "2"
+    )
     runs.ticket = first.line(r"(nl1:\S+)")[1]
-    second = runs.start("join", runs.ticket, str(runs.script), str(tmp_path / "b"), str(here), "2")
+    second = runs.start("join", "-n", str(others), runs.ticket, str(runs.script), str(tmp_path / "b"), str(here), "2")
     assert first.end() == 0 and second.end() == 0, (first.lines, second.lines)
-    one, two, both = (torch.load(tmp_path / f"{name}.pt") for name in ("alone", "a", "b"))
+    names = ["alone0", *(f"a{rank}" for rank in range(processes)), *(f"b{rank}" for rank in range(others))]
+    one, *all_of_them = (torch.load(tmp_path / f"{name}.pt") for name in names)
     for name, tensor in one.items():
-        assert torch.equal(two[name], both[name])
-        torch.testing.assert_close(two[name], tensor, rtol=1e-5, atol=1e-6)  # 39 steps of float32
+        for each in all_of_them:
+            assert torch.equal(each[name], all_of_them[0][name])
+        torch.testing.assert_close(all_of_them[0][name], tensor, rtol=1e-5, atol=1e-6)  # 39 steps of float32
+
+
+def test_a_member_of_two_processes_comes_late_and_ends_when_one_of_them_dies(runs: Runs) -> None:
+    first = runs.listen()
+    first.line(r"pass 1 4 ")
+    second = runs.join(processes=2)
+    second.line(r"^\[0\] pass \d+ 4 ")
+    last = max(second.passes())
+    for rank in range(2):
+        second.line(rf"^\[{rank}\] pass {last + 3} 4 ")
+    by_rank = [second.passes(rank) for rank in range(2)]
+    assert all(by_rank[0][number] == by_rank[1][number] for number in range(last + 4)), "also those that were left out"
+    assert_equal_where_both_were(first, second, since=last + 1, rates=ADAPTED)
+    now = len(first.lines)
+    os.kill(second.ranks()[1], signal.SIGKILL)
+    assert second.end() == 128 + signal.SIGKILL
+    assert any("rank 1 was killed by SIGKILL" in line for line in second.lines)
+    first.line("member 1 on .* left after round", now)
+    first.line(r"pass \d+ 4 ", now)
+    runs.stop.touch()
+    assert first.end() == 0
+
+
+def test_a_member_may_be_on_two_machines(tmp_path: Path, runs: Runs) -> None:
+    """Two elastic agents that meet each other; the first process of all joins the run."""
+    first = runs.listen()
+    meet = ("--nnodes", "2", "--rdzv", f"127.0.0.1:{free_port()}")
+    machines = [runs.join(2000, options=(*meet, "--node-rank", str(number))) for number in range(2)]
+    for machine in machines:
+        machine.line(r"pass \d+ 4 ")
+    last = max(machines[0].passes())
+    for machine in machines:
+        machine.line(rf"pass {last + 3} 4 ")
+    runs.stop.touch()
+    assert first.end() == 0 and [machine.end() for machine in machines] == [0, 0]
+    assert_equal_where_both_were(first, machines[0], since=last + 1, rates=ADAPTED)
+    shared = machines[0].passes().keys() & machines[1].passes().keys()
+    assert len(shared) > 3 and all(machines[0].passes()[each] == machines[1].passes()[each] for each in shared)
 
 
 def test_on_one_process_the_strategy_changes_nothing(tmp_path: Path) -> None:
@@ -257,7 +305,7 @@ def test_a_plan_says_how_members_train_apart() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ("run -n 2 --listen 127.0.0.1:0 {script}", "one process of each machine trains so far; leave out -n"),
+        ("run --nnodes 2 --rdzv 127.0.0.1:1 --listen 127.0.0.1:0 {script}", "--listen is for one machine"),
         ("run --strategy data --listen 127.0.0.1:0 {script}", "--strategy data needs fast links"),
         ("run --listen 4242 {script}", "--listen '4242' is not HOST:PORT; write it like --listen 0.0.0.0:4242"),
         ("run --listen 192.0.2.1:4242 {script}", "cannot listen on 192.0.2.1:4242"),
@@ -310,7 +358,7 @@ def test_a_script_that_cannot_be_distributed_is_refused(
 def test_processes_of_one_machine_are_sent_elsewhere(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.py").write_text(BUILD + "nl.distribute(model, optimizer, strategy='local')")
     assert main(["run", "-n", "2", "--record", "none", str(tmp_path / "train.py")]) == 2
-    assert "these are 2 processes of one run" in capfd.readouterr().err
+    assert "these are 2 processes of one run; start them with `nearlinear run --listen" in capfd.readouterr().err
 
 
 BROKEN = """

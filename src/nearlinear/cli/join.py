@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from nearlinear.cli.run import run
+from nearlinear.cli.run import add_machines, positive, run
 from nearlinear.errors import InputError
 from nearlinear.runtime.local.ticket import Ticket
 
@@ -16,17 +16,19 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "join",
         help="train with a run on another machine",
         description="Start the same script as a member of a run that `nearlinear run --listen` began elsewhere.",
-        usage="nearlinear join [options] TICKET script.py [args ...]",
+        usage="nearlinear join [-n N] [options] TICKET script.py [args ...]",
         allow_abbrev=False,
     )
     parser.add_argument("ticket", metavar="TICKET", help="what the run printed, nl1:...; or @FILE that holds it")
+    parser.add_argument("-n", type=positive, metavar="N", help="processes of this member on this machine (default: 1)")
+    add_machines(parser)
     parser.add_argument(
         "--record",
         metavar="FILE|none",
         help="the run's record for `nearlinear report` (default: kept among the last 50)",
     )
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="script.py [args ...]", help="passed on as it is")
-    parser.set_defaults(call=join, strategy="local", n=None, port=None, nnodes=None, rdzv=None, node_rank=None)
+    parser.set_defaults(call=join, strategy="local")
     parser.set_defaults(listen=None, address=None, stages=None, microbatches=None)
 
 

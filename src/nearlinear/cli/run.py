@@ -32,13 +32,10 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         usage="nearlinear run [-n N] [options] script.py [args ...]",
         allow_abbrev=False,
     )
-    parser.add_argument("-n", type=_positive, metavar="N", help="processes on this machine (default: 1)")
+    parser.add_argument("-n", type=positive, metavar="N", help="processes on this machine (default: 1)")
     parser.add_argument("--strategy", type=_strategy, metavar="S", help=f"one of {_STRATEGIES}; wins over the script's")
     add_counts(parser)
-    parser.add_argument("--port", type=_port, metavar="P", help="port at which the ranks meet (default: a free one)")
-    parser.add_argument("--nnodes", type=_positive, metavar="M", help="number of machines; run the command on each")
-    parser.add_argument("--rdzv", metavar="HOST:PORT", help="where the machines meet; HOST is one of them")
-    parser.add_argument("--node-rank", type=int, metavar="R", help="this machine's number, 0 to M-1; 0 is HOST")
+    add_machines(parser)
     parser.add_argument("--listen", metavar="HOST:PORT", help="train with machines that join (strategy local)")
     parser.add_argument("--address", metavar="HOST[:PORT]", help="where the others reach --listen, if not there")
     parser.add_argument(
@@ -51,10 +48,18 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(call=run, ticket=None)
 
 
+def add_machines(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say where the processes meet."""
+    parser.add_argument("--port", type=_port, metavar="P", help="port at which the ranks meet (default: a free one)")
+    parser.add_argument("--nnodes", type=positive, metavar="M", help="number of machines; run the command on each")
+    parser.add_argument("--rdzv", metavar="HOST:PORT", help="where the machines meet; HOST is one of them")
+    parser.add_argument("--node-rank", type=int, metavar="R", help="this machine's number, 0 to M-1; 0 is HOST")
+
+
 def add_counts(parser: argparse.ArgumentParser) -> None:
     """Add the options that say how a pipeline is made."""
-    parser.add_argument("--stages", type=_positive, metavar="S", help="stages of a pipeline (N / S replicas of it)")
-    parser.add_argument("--microbatches", type=_positive, metavar="M", help="pieces of a batch in a pipeline")
+    parser.add_argument("--stages", type=positive, metavar="S", help="stages of a pipeline (N / S replicas of it)")
+    parser.add_argument("--microbatches", type=positive, metavar="M", help="pieces of a batch in a pipeline")
 
 
 def asked_for(options: argparse.Namespace) -> dict[str, str]:
@@ -74,13 +79,13 @@ def run(options: argparse.Namespace) -> int:
     _check_script(script)
     _check_record(options)
     env = asked_for(options)
+    if options.ticket is not None:
+        env |= {"NEARLINEAR_TICKET": str(options.ticket)}
     if options.nnodes is not None:
         run_elastic(script, options.n or 1, options.nnodes, options.rdzv, options.node_rank, env)
     if options.listen is not None:
         return _listen(script, options, env)
-    if options.ticket is not None:
-        env |= {"NEARLINEAR_TICKET": str(options.ticket)}
-    elif options.n in (None, 1) and options.record in (None, "none"):
+    if options.ticket is None and options.n in (None, 1) and options.record in (None, "none"):
         _run_plain(script, env)
     return _run_here(script, options.n or 1, options, env)
 
@@ -96,7 +101,7 @@ def _listen(script: list[str], options: argparse.Namespace, env: dict[str, str])
     with Listening(options.listen, options.address, _say) as run:
         print(f"nearlinear join {run.ticket} {shlex.join(script)}", flush=True)
         options.strategy = "local"
-        code = _run_here(script, 1, options, env | run.environment)
+        code = _run_here(script, options.n or 1, options, env | run.environment)
         if code != _INTERRUPTED:
             run.wait_until_all_have_left()
     return code
@@ -179,8 +184,11 @@ def _check_machines(options: argparse.Namespace) -> None:
     if not several and (options.rdzv is not None or options.node_rank is not None):
         raise InputError("--rdzv and --node-rank are for several machines; add --nnodes M")
     apart = options.listen is not None or options.ticket is not None
-    if apart and (several or options.n not in (None, 1)):
-        raise InputError("over the Internet one process of each machine trains so far; leave out -n and --nnodes")
+    if options.listen is not None and several:
+        raise InputError(
+            "--listen is for one machine, on which the run's first member is; leave out --nnodes. Others may be on "
+            "several: nearlinear join --nnodes M --rdzv HOST:PORT TICKET script.py"
+        )
     if apart and options.strategy not in (None, "local"):
         raise InputError(f"--strategy {options.strategy} needs fast links; with machines that join it is 'local'")
     if options.address is not None and options.listen is None:
@@ -209,7 +217,7 @@ def _check_script(script: list[str]) -> None:
 _STRATEGIES = ", ".join(("auto", *STRATEGIES))
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     try:
         number = int(text)
     except ValueError:
@@ -220,7 +228,7 @@ def _positive(text: str) -> int:
 
 
 def _port(text: str) -> int:
-    number = _positive(text)
+    number = positive(text)
     if number > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port; they run from 1 to 65535")
     return number

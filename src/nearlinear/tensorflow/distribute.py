@@ -11,7 +11,7 @@ import tensorflow as tf
 from nearlinear import events
 from nearlinear.core.plan import Plan
 from nearlinear.errors import InputError
-from nearlinear.runtime.environment import plan_asked_for
+from nearlinear.runtime.environment import plan_asked_for, world_from
 from nearlinear.runtime.local.island import apart
 from nearlinear.tensorflow.data import SharedDataset
 from nearlinear.tensorflow.local import Apart, require_apart
@@ -31,6 +31,11 @@ def distribute(
     """Hook the objects into the run, in place; return them. ``nearlinear.distribute`` documents the arguments."""
     plan = plan_asked_for(strategy)
     far = apart(plan)
+    if far and world_from().size > 1:
+        raise InputError(
+            "a Keras model trains apart in one process of each machine; leave out -n, and join again for every further "
+            "process"
+        )
     optimizers = optimizers_of(model) if optimizer is None else [optimizer]
     _require(model, optimizers, loaders, plan, weight)
     if far:

@@ -119,6 +119,16 @@ class Group:
         parts = self.all_gather_rows(payload, [int(length) for length in lengths], what)
         return [json.loads(bytes(part.tolist())) for part in parts]
 
+    def broadcast_json(self, value: Any, what: str = "a message") -> Any:
+        """Return rank 0's ``value``, sent as JSON; the others' is not looked at."""
+        payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        length = torch.tensor([payload.numel()])
+        self.broadcast(length, what)
+        if self.rank != 0:
+            payload = torch.empty(int(length), dtype=torch.uint8)
+        self.broadcast(payload, what)
+        return json.loads(bytes(payload.tolist()))
+
     def barrier(self, what: str) -> None:
         """Return when every rank is here."""
         self.all_reduce(torch.zeros(1), what)

@@ -194,7 +194,7 @@ class LoaderState:
         self.session, self.weight, self.number, self.seed = session, weight, number, seed
         self.next_pass = 0
         self.skip = 0  # batches of the next pass that a checkpoint says were seen
-        self.sizes: list[tuple[int, int]] = []  # number and samples of what the latest iteration has drawn
+        self.drawn_ahead: list[tuple[int, Batch]] = []  # number and batch of what the latest iteration has drawn
         self.handed_out = 0  # batches of the pass in hand
         self.drawn = 0  # a digest of every index the sampler has given out, the same on all ranks
         self.running = False
@@ -268,7 +268,7 @@ class _Pass(Iterator[Any]):
         self._streams = streams
         self._ready_made = loader.batch_size is None and loader.batch_sampler is None
         self._indexed = not self._ready_made and not isinstance(loader.dataset, IterableDataset)
-        self._sizes = self._state.sizes  # of the iteration that began with this pass
+        self._drawn_ahead = self._state.drawn_ahead  # of the iteration that began with this pass
         self._passage: Passage = self._session.began_pass(self._state.number)
         state = self._state
         state.next_pass, state.running = state.next_pass + 1, True
@@ -292,6 +292,7 @@ class _Pass(Iterator[Any]):
 
     def __next__(self) -> Any:
         state, session = self._state, self._session
+        session.fetching()
         try:
             batch = self._fetch()
         except StopIteration:
@@ -299,23 +300,23 @@ class _Pass(Iterator[Any]):
             session.ended_pass(self._passage)
             raise
         if self._indexed:
-            if not self._sizes:
+            if not self._drawn_ahead:
                 raise InputError(
                     f"loader {state.number} hands out batches that it did not draw in this pass (does it fetch ahead "
                     "by itself?); hand the plain DataLoader over"
                 )
-            state.handed_out, samples = self._sizes.pop(0)
+            state.handed_out, info = self._drawn_ahead.pop(0)
         elif self._ready_made:
             batch, samples = split(batch, session)
+            info = session.batch_of(samples)
         else:
-            batch, samples = batch.content, batch.samples
+            batch, info = batch.content, session.batch_of(batch.samples)
         state.handed_out += 1
-        if samples < session.parts:
+        if 0 < info.samples < session.parts:
             session.notice(
-                f"loader {state.number} has a batch of {samples} for {session.parts} ranks: the others hold a filler, "
-                "which nl.mean and nl.gather leave out and sums of your own do not"
+                f"loader {state.number} has a batch of {info.samples} for {session.parts} ranks: the others hold a "
+                "filler, which nl.mean and nl.gather leave out and sums of your own do not"
             )
-        info = Batch(samples, len(session.share(samples)))
         if state.weight is not None:
             info.weight = 0.0 if info.filler else float(state.weight(batch))
             if not 0.0 <= info.weight < math.inf:
@@ -360,18 +361,18 @@ class _ShareSampler(_OrderedSampler):
 
     def __iter__(self) -> Iterator[list[Any]]:
         state = self._state
-        state.sizes = []
-        return self._shares(super().__iter__(), state.next_pass, state.skip, state.sizes)
+        state.drawn_ahead = []
+        return self._shares(super().__iter__(), state.next_pass, state.skip, state.drawn_ahead)
 
     def _shares(
-        self, batches: Iterator[Any], number_of_pass: int, skip: int, sizes: list[tuple[int, int]]
+        self, batches: Iterator[Any], number_of_pass: int, skip: int, drawn: list[tuple[int, Batch]]
     ) -> Iterator[list[Any]]:
         session = self._state.session
         for number, batch in enumerate(batches):
             if number < skip or session.is_past(self._state.number, number_of_pass, number):
                 continue
             indices = list(batch)
-            sizes.append((number, len(indices)))
+            drawn.append((number, session.batch_of(len(indices))))
             if session.parts > 1:
                 self._state.drawn = derived_seed(self._state.drawn, *indices)
             mine = session.share(len(indices))

@@ -68,6 +68,8 @@ def distribute(
     named = _named_parameters(model, optimizer)
     device = next((each.device for _, each in named if not each.is_meta), torch.device("cpu"))
     session = start(device, IslandSession) if apart(plan) else start(device)
+    # The processes of one member of a run over the Internet train among themselves as under strategy `data`.
+    within = Plan("data", check_every=plan.check_every) if isinstance(session, IslandSession) else plan
     number = session.models
     session.models += 1
     pipelined = plan.strategy == "pipeline" and session.size > 1
@@ -97,9 +99,9 @@ def distribute(
         if number == 0:
             separate_streams(session)
         _name_differences(model, session, pipelined)
-        if plan.compress:
+        if within.compress:
             session.notice(f"{plan.compress} on the wire rounds gradients: the numbers are not those of one process")
-    notes = _hook(named, model, optimizer, session, plan, number)
+    notes = _hook(named, model, optimizer, session, within, number)
     if isinstance(session, IslandSession):
         session.attach(model, optimizer)
     facts = {"rank": session.rank, "world_size": session.size}
@@ -345,7 +347,7 @@ class _Steps:
     def _send(self) -> None:
         """Tell the launcher how far and how fast the run is."""
         samples, spent, waited = self._tally
-        if not spent:
+        if not spent or isinstance(self._session, IslandSession):  # which tells of the whole batch itself
             return
         self._tally = [0, 0.0, 0.0]
         events.send_to_launcher(

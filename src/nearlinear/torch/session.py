@@ -37,15 +37,17 @@ class Batch:
     """What this rank holds of one batch.
 
     Args:
-        samples: Samples in the whole batch.
+        samples: Samples in the batch, as far as the ranks of this run share it out among themselves.
         mine: Samples of it that this rank holds, fillers left out.
         weight: What this rank's share counts for in the loss's mean, in the user's measure; None: its samples.
+        everyones: Samples in the whole batch, where others train apart on the rest of it.
     """
 
     samples: int
     mine: int
     weight: float | None = None
     total: float | None = field(default=None, repr=False)
+    everyones: int = 0
 
     @property
     def filler(self) -> bool:
@@ -112,24 +114,28 @@ class Session:
 
     # ---- groups
 
-    def new_group(self, device: torch.device, ranks: Sequence[int] | None = None) -> Group | None:
+    def new_group(
+        self, device: torch.device, ranks: Sequence[int] | None = None, deadline_s: float | None = None
+    ) -> Group | None:
         """Return a group of its own, so that its exchanges cannot be mistaken for others'; None for one process.
 
         Args:
             device: Of the tensors that it will carry.
             ranks: Its members; every rank must call this for every group. All by default.
+            deadline_s: Seconds that a wait for a living peer may take; the run's by default.
         """
         if self.liveness is None:
             return None
         backend = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
         what = "opening connections to all ranks"
+        limit_s = self.deadline_s if deadline_s is None else deadline_s
         try:
-            timeout = datetime.timedelta(seconds=self.deadline_s + 60)
+            timeout = datetime.timedelta(seconds=limit_s + 60)
             group = dist.new_group(None if ranks is None else list(ranks), backend=backend, timeout=timeout)
         except RuntimeError as error:
             raise explain(error, what, self.liveness, self.silence_s) from None
         assert group is not None
-        made = Group(group, self.liveness, deadline_s=self.deadline_s, silence_s=self.silence_s)
+        made = Group(group, self.liveness, deadline_s=limit_s, silence_s=self.silence_s)
         self._opened.append(made)
         return made
 
@@ -164,6 +170,10 @@ class Session:
         """Return the positions in a batch that this rank takes."""
         return share(samples, self.part, self.parts)
 
+    def batch_of(self, samples: int) -> Batch:
+        """Return what this rank holds of a batch."""
+        return Batch(samples, len(self.share(samples)))
+
     def is_past(self, loader: int, number: int, batch: int | None = None) -> bool:
         """Return whether the run has left this pass of a loader behind, or this batch of it: where one comes late."""
         return False
@@ -172,6 +182,9 @@ class Session:
         """Return when the parameters are those of the run; they always are, but where replicas train apart."""
 
     # ---- the weight of the batch in hand
+
+    def fetching(self) -> None:
+        """Note that the next batch of a loader is about to be drawn, on all ranks."""
 
     def fetched(self, passage: Passage, batch: Batch) -> None:
         """Note the batch that a loader has just handed out."""
@@ -355,7 +368,7 @@ def _join(world: World, device: torch.device, kind: type[Session]) -> Session:
             world_size=world.size,
             timeout=datetime.timedelta(seconds=deadline_s() + 60),
         )
-    session = Session(world, _watch(world, PrefixStore("nearlinear", store)))
+    session = kind(world, _watch(world, PrefixStore("nearlinear", store)))
     session.owns_default = owns_default
     atexit.register(session.close)
     return session

@@ -70,10 +70,11 @@ def apart(plan: Plan) -> bool:
     if plan.strategy != "local":
         return False
     size = world_from().size
-    if size > 1:
+    if size > 1 and ticket() is None:
         raise InputError(
             f"strategy 'local' trains machines that are far apart, and these are {size} processes of one run; start "
-            "one on each machine: `nearlinear run --listen HOST:PORT script.py`, and `nearlinear join TICKET script.py`"
+            f"them with `nearlinear run --listen HOST:PORT -n {size} script.py`, and on the other machines `nearlinear "
+            "join TICKET script.py`"
         )
     return ticket() is not None  # else the only one of its run, which is the plain script
 
@@ -156,7 +157,7 @@ class _Report:
 
 
 class Island:
-    """One process's part in a run over the Internet; ``enter`` makes one.
+    """An island's part in a run over the Internet; ``enter`` makes one, in one process of the island.
 
     Attributes:
         number: Which member of the run it is.
@@ -246,17 +247,25 @@ class Island:
         """Return the positions in a batch that this member takes."""
         return share_between(samples, *self._share)
 
+    @property
+    def places(self) -> Place:
+        """The pass and batch to which the run has come, in every loader."""
+        return self._news.place
+
     def place(self, loader: int) -> tuple[int, int]:
         """Return the pass and batch to which the run has come in a loader."""
-        return self._news.place[loader] if loader < len(self._news.place) else (0, 0)
+        return self.places[loader] if loader < len(self.places) else (0, 0)
 
     def is_past(self, loader: int, number: int, batch: int | None = None) -> bool:
         """Return whether the run has left this pass of a loader behind, or this batch of it."""
-        there = self.place(loader)
-        past = there[0] > number or (there[0] == number and batch is not None and batch < there[1])
+        past = lies_behind(self.place(loader), number, batch)
         if past:
-            self.behind = max(self.behind, self._news.at - self._steps)
+            self.leave_out()
         return past
+
+    def leave_out(self) -> None:
+        """Note that steps which the run has made are not made here any more."""
+        self.behind = max(self.behind, self._news.at - self._steps)
 
     # ---- steps
 
@@ -418,6 +427,16 @@ class Island:
         self._tell_standing()
         self._member.leave()
         self._member = None
+
+
+def lies_behind(there: tuple[int, int], number: int, batch: int | None = None) -> bool:
+    """Return whether a pass, or a batch of it, lies behind the place to which a run has come.
+
+    Example:
+        >>> lies_behind((3, 5), 2), lies_behind((3, 5), 3), lies_behind((3, 5), 3, 4)
+        (True, False, True)
+    """
+    return there[0] > number or (there[0] == number and batch is not None and batch < there[1])
 
 
 def say(line: str) -> None:

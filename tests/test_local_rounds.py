@@ -198,6 +198,7 @@ def test_a_large_finite_update_has_a_norm() -> None:
 def test_a_round_hides_its_exchange_and_never_exceeds_the_longest() -> None:
     assert [interval(each, 0.1) for each in (0.0, 0.04, 0.1, 1.0, 1e6)] == [1, 1, 2, 20, LONGEST]
     assert interval(1.0, 0.0) == 1
+    assert [interval(0.1, 0.1, each) for each in (0.0, 0.1, 0.11, 1.0, 1e6)] == [2, 2, 3, 20, LONGEST]
 
 
 @given(pairs=st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1e6)), min_size=1, max_size=20))

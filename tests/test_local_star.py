@@ -289,7 +289,7 @@ class Intruder:
 HELLO = {"version": 2, "identity": "z", "name": "intruder", "parameters": 1000, "buffers": 8, "layout": "x"}
 HELLO |= {"codec": "int8", "every": 0, "round": 0, "round_trip": 0.0}
 UPDATE: Header = {"round": 0, "base": "", "samples": 1.0, "steps": 1, "seconds": 0.1, "exchange": 0.0}
-UPDATE |= {"codec": "fp32", "place": [], "rates": [], "at": 0, "behind": 0}
+UPDATE |= {"codec": "fp32", "place": [], "rates": [], "at": 0, "behind": 0, "work": 0.0, "step_work": 0.1}
 
 
 def test_the_intruders_hello_is_good(started: Start) -> None:

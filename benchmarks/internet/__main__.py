@@ -32,9 +32,10 @@ from nearlinear.observe.curves import Series, svg
 from nearlinear.testing.links import Network
 
 HERE = Path(__file__).parent
-WINDOW, BATCH = 128, 16  # bytes of a window, windows of a batch
+WINDOW = 128  # bytes
 WAYS = ("one", "ddp", "local-fp32", "local-int8", "local-int4")
-DDP_STEPS = 60  # its step time does not change, and its loss is that of one
+ELSEWHERE = ("ddp", "local-int8")
+DDP_STEPS = 30  # its step time does not change, and its loss is that of one
 DEADLINE_S = 1200.0
 PORT = 4242
 
@@ -79,7 +80,8 @@ def main() -> None:
     parser.add_argument("--delay", default="40 ms", help="one way")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--every", type=int, nargs="+", default=[0], help="steps per round; 0: the run chooses")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch", type=int, default=32, help="windows of a batch, over all hosts")
     parser.add_argument("--share", type=float, default=0.4, help="of a core, for every host")
     parser.add_argument("--out", type=Path, default=Path("out/internet"))
     options = parser.parse_args()
@@ -99,13 +101,15 @@ def main() -> None:
 
 
 def _wanted(options: argparse.Namespace) -> list[tuple[str, int, str, float, int]]:
+    """Return the cells: all ways over the first link, elsewhere DDP and the default; one machine before each link."""
     found: list[tuple[str, int, str, float, int]] = []
-    if "one" in options.ways:
-        found.append(("one", 1, options.links[0], 0.0, 0))
     for rate in options.links:
+        if "one" in options.ways:
+            found.append(("one", 1, rate, 0.0, 0))
         for loss in options.losses:
+            first = (rate, loss) == (options.links[0], options.losses[0])
             for members in options.members:
-                for way in options.ways:
+                for way in options.ways if first or len(options.ways) < len(WAYS) else ELSEWHERE:
                     for every in options.every if way.startswith("local") else [0]:
                         if way != "one":
                             found.append((way, members, rate, loss, every))
@@ -120,7 +124,7 @@ def _run(way: str, members: int, rate: str, loss: float, every: int, options: ar
         quotas(members, options.share) as groups,
         Network(members, rate=rate, delay=options.delay, loss=loss) as network,
     ):
-        script = [str(HERE / "train.py"), kind, str(steps), str(members), folder]
+        script = [str(HERE / "train.py"), kind, str(steps), str(options.batch), str(members), folder]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "CODEC": codec, "EVERY": str(every or "")}
         log = Path(folder, "log")
         processes: list[subprocess.Popen[Any]] = []
@@ -157,7 +161,7 @@ def _run(way: str, members: int, rate: str, loss: float, every: int, options: ar
         loss,
         every,
         seconds,
-        BATCH * steps / seconds,
+        options.batch * steps / seconds,
         max(max(each["sent"], each["received"]) for each in told),
         told[0]["loss"] if steps == options.steps else float("nan"),
         int(rounds[1]) if rounds else 0,
@@ -192,8 +196,8 @@ def _name(cell: Cell) -> str:
 def _caption(options: argparse.Namespace) -> str:
     return (
         f"{datetime.date.today().isoformat()}: hosts of {options.share:g} core each, delay {options.delay} one way. A "
-        f"GPT of 135 thousand parameters on bytes, {options.steps} steps of {BATCH} windows of {WINDOW} bytes over all "
-        f"hosts (ddp: {min(options.steps, DDP_STEPS)} steps, its loss is that of one)."
+        f"GPT of 135 thousand parameters on bytes, {options.steps} steps of {options.batch} windows of {WINDOW} bytes "
+        f"over all hosts (ddp: {min(options.steps, DDP_STEPS)} steps, its loss is that of one)."
     )
 
 

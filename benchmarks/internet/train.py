@@ -1,6 +1,6 @@
 """Trains a small GPT on bytes in one way on this host, and writes what it cost and what it learnt.
 
-    train.py WAY STEPS MEMBERS FOLDER
+    train.py WAY STEPS BATCH MEMBERS FOLDER
 
 WAY is `one`, `ddp` (per-step data parallelism over gloo) or `local` (under `nearlinear run --listen` and `join`). All
 ways take the same batches in the same order; a member takes its share of each.
@@ -27,17 +27,16 @@ from torch.utils.data import DataLoader, Subset
 import nearlinear as nl
 from nearlinear.examples.gpt import Windows, cosine_with_warm_up, gpt
 
-BATCH = 16
 START_S = 120.0
 
 
-def main(way: str, steps: int, members: int, folder: Path) -> None:
+def main(way: str, steps: int, batch: int, members: int, folder: Path) -> None:
     """Train, and write."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     windows = Windows("\n".join(topics.values()).encode())
     size = len(windows) - len(windows) // 10
-    train: Any = DataLoader(Subset(windows, range(size)), batch_size=BATCH, shuffle=True, drop_last=True)
+    train: Any = DataLoader(Subset(windows, range(size)), batch_size=batch, shuffle=True, drop_last=True)
     test = DataLoader(Subset(windows, range(size, len(windows))), batch_size=64)
     model: nn.Module = gpt(width=64, layers=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
@@ -46,7 +45,7 @@ def main(way: str, steps: int, members: int, folder: Path) -> None:
         torch.distributed.init_process_group("gloo")
         rank = torch.distributed.get_rank()
         model = nn.parallel.DistributedDataParallel(model)
-        part = slice(rank * BATCH // members, (rank + 1) * BATCH // members)
+        part = slice(rank * batch // members, (rank + 1) * batch // members)
     elif way == "local":
         every, codec = os.environ.get("EVERY"), os.environ.get("CODEC")
         plan = nl.Plan("local", every=int(every) if every else None, compress=codec)
@@ -100,4 +99,4 @@ def meet(folder: Path, members: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    main(sys.argv[1], *map(int, sys.argv[2:5]), Path(sys.argv[5]))

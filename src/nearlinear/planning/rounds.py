@@ -18,12 +18,16 @@ UNEVEN = 0.25
 PACE = 0.1
 """A part changes by no more from one round to the next: a machine that was busy for a moment is not a slow one."""
 
+BURDEN = 0.05
+"""Of the processor's time, what rounds may take: encoding, encrypting and adding up happen beside the steps, and where
+the cores are busy they happen in their place."""
+
 SLOWEST = 1 / 8
 """Of the largest part: nobody takes less, or nothing would be known of its speed."""
 
 
-def interval(exchange_s: float, step_s: float) -> int:
-    """Return the fewest steps of a round behind which the exchange of the round before is hidden.
+def interval(exchange_s: float, step_s: float, burden: float = 0.0) -> int:
+    """Return the fewest steps of a round behind which the exchange of the round before is hidden and its work small.
 
         steps     |== round 7 ==|== round 8 ==|== round 9 ==
         exchange                |- 7 -|       |- 8 -|             MARGIN times as many steps as it takes
@@ -31,14 +35,15 @@ def interval(exchange_s: float, step_s: float) -> int:
     Args:
         exchange_s: Seconds from an update to the outer parameters with it, the wait for slower members left out.
         step_s: Seconds of a step.
+        burden: Processor time that a round takes, in that of a step.
 
     Example:
-        >>> interval(1.2, 0.3), interval(0.001, 0.3), interval(600.0, 0.3)
-        (8, 1, 500)
+        >>> interval(1.2, 0.3), interval(0.001, 0.3), interval(600.0, 0.3), interval(0.001, 0.3, burden=0.2)
+        (8, 1, 500, 4)
     """
     if step_s <= 0:
         return 1
-    return min(max(math.ceil(MARGIN * exchange_s / step_s), 1), LONGEST)
+    return min(max(math.ceil(MARGIN * exchange_s / step_s), math.ceil(burden / BURDEN), 1), LONGEST)
 
 
 def fractions(parts: Sequence[float], step_s: Sequence[float]) -> list[float]:

@@ -68,7 +68,7 @@ TRIES = 3  # of a direct exchange in one round; then it goes through the centre
 SHY = 10  # rounds without direct exchanges, after one that took too long
 EVEN = 1.25  # links whose speeds have this ratio are taken to be equal: parts that stay keep what was left out of them
 
-Interval = Callable[[float, float], int]
+Interval = Callable[[float, float, float], int]
 Fractions = Callable[[Sequence[float], Sequence[float]], list[float]]
 Way = Callable[[float, int, float, float, Sequence[float], bool], bool]
 Parts = Callable[[Sequence[float]], list[float]]
@@ -122,6 +122,8 @@ class _Peer(Caller):
     rates: list[float] = field(default_factory=list)
     step_s: float = 0.0  # seconds of its step, smoothed; 0 while unknown
     exchange_s: float = 0.0  # seconds that its last exchange took, the wait for others left out
+    work_s: float = 0.0  # of the processor, in a round
+    step_work_s: float = 0.0  # and in a step
     up: float = 0.0  # bytes per second that it sends to other members; 0 while unknown
     round_trip_s: float = 0.0  # between it and the centre
     near: bool = False  # it is on the centre's machine
@@ -144,6 +146,8 @@ class _Said:
     steps: int
     seconds: float
     exchange: float
+    work: float
+    step_work: float
     at: int
     behind: int
     place: list[tuple[int, int]]
@@ -163,6 +167,8 @@ class _Said:
             whole(header, "steps"),
             number(header, "seconds"),
             number(header, "exchange"),
+            number(header, "work"),
+            number(header, "step_work"),
             whole(header, "at"),
             whole(header, "behind"),
             places(header, "place"),
@@ -191,7 +197,7 @@ class Centre(Server[_Peer]):
         key: bytes,
         *,
         say: Callable[[str], None] = lambda line: None,
-        interval: Interval = lambda exchange, step: 10,
+        interval: Interval = lambda exchange, step, burden: 10,
         fractions: Fractions = lambda parts, step_s: [1 / len(parts)] * len(parts),
         direct: Way = lambda update_bytes, elsewhere, round_trip_s, centre, up, now: False,
         parts: Parts = lambda up: [1 / len(up)] * len(up),
@@ -208,7 +214,8 @@ class Centre(Server[_Peer]):
             port: 0 for a free one.
             key: The run's.
             say: Told, in the centre's thread, what a person should know.
-            interval: Steps per round, from the seconds of an exchange and of a step.
+            interval: Steps per round, from the seconds of an exchange and of a step, and the processor time that a
+                round takes in that of a step.
             fractions: Each member's part of a batch, from the parts before (0: a newcomer) and the seconds of a step (0
                 while unknown).
             direct: Whether members exchange directly, from the bytes of an update, the members that are not on this
@@ -262,6 +269,7 @@ class Centre(Server[_Peer]):
         self._who: list[str] = []  # identities of those whose updates were in the round before
         self._agreed: dict[str, Any] = {}
         self._agreed_bytes = 0
+        self._work_s = self._worked = 0.0  # seconds of the processor that a round takes here, and took in all
         self._recent: dict[str, tuple[int, Any]] = {}  # by which member
         self._place: list[tuple[int, int]] = []
         self._at = 0  # steps that the run has made
@@ -585,8 +593,11 @@ class Centre(Server[_Peer]):
         self._rounds.updated(peer.member.number, now)
         peer.updates += 1
         if said.samples and said.seconds and said.steps and peer.updates > WARM:
-            peer.step_s += (1.0 if not peer.step_s else SMOOTH) * (said.seconds / said.steps - peer.step_s)
-            peer.exchange_s += (1.0 if not peer.exchange_s else SMOOTH) * (said.exchange - peer.exchange_s)
+            pace = SMOOTH if peer.step_s else 1.0
+            peer.step_s += pace * (said.seconds / said.steps - peer.step_s)
+            peer.exchange_s += pace * (said.exchange - peer.exchange_s)
+            peer.work_s += pace * (said.work - peer.work_s)
+            peer.step_work_s += pace * (said.step_work - peer.step_work_s)
         if self._starred and said.exchange:
             self._measure(peer, said.exchange)
         self._place, self._at = max(self._place, said.place), max(self._at, said.at)
@@ -651,9 +662,14 @@ class Centre(Server[_Peer]):
         assert self._settings is not None
         if self._settings.every:
             return
+        worked, self._worked = time.thread_time() - self._worked, time.thread_time()
+        self._work_s += SMOOTH * (worked - self._work_s)
         known = [peer for peer in self._peers if peer.member is not None and peer.step_s]
         if known:
-            self._every = self._interval(max(p.exchange_s for p in known), max(p.step_s for p in known))
+            # The processor of the member beside the centre does the centre's work too.
+            works = [(peer.work_s + self._work_s * peer.near, peer.step_work_s) for peer in known]
+            burden = max(work / step if step else 0.0 for work, step in works)
+            self._every = self._interval(max(p.exchange_s for p in known), max(p.step_s for p in known), burden)
 
     def _share_out(self, *, again: bool = False) -> None:
         """Give every member its part of a batch.

@@ -206,6 +206,8 @@ class Island:
         self._steps = 0
         self._questions = 0
         self._begun = False
+        self._work = 0.0  # seconds of the processor in this thread since the last update, that were no steps
+        self._marks = 0.0, 0.0  # what the process and the member's thread had taken then
         self._report = self._new_report()
         # Samples per second of the latest reports, where no other member was here and where others were.
         self._alone, self._together = deque[float](maxlen=REPORTS), deque[float](maxlen=REPORTS)
@@ -232,7 +234,7 @@ class Island:
 
     def begin(self) -> None:
         """Note that all is agreed, and that steps follow."""
-        self._begun = True
+        self._begun, self._marks = True, self._clocks()
         self._began = time.perf_counter()
         self._report = self._new_report()
 
@@ -314,6 +316,7 @@ class Island:
     def _capture(self) -> None:
         """Begin to tell the others what was learnt since the last time."""
         assert self._member is not None
+        began = time.thread_time()
         values = self._trained.read()
         change = self._base - values
         if not np.isfinite(change).all():
@@ -325,12 +328,17 @@ class Island:
         tally = self._tally
         tally.seconds += time.perf_counter() - self._began
         self._under_way = _UnderWay(self._news, values, tally)
+        self._work += time.thread_time() - began
+        spent, member = (now - then for now, then in zip(self._clocks(), self._marks, strict=True))
+        work, self._work, self._marks = self._work + member, 0.0, self._clocks()
         update = Update(
             self._news,
             change,
             tally.samples,
             tally.steps,
             tally.seconds,
+            work=work,
+            step_work=max(0.0, spent - work) / max(tally.steps, 1),
             at=self._steps + self.behind,
             behind=self.behind,
             place=self._trained.place(),
@@ -338,6 +346,11 @@ class Island:
         )
         self._member.deliver(update)
         self._begin_steps()
+
+    def _clocks(self) -> tuple[float, float]:
+        """Return the seconds of the processor that this process has taken, and the member's thread in it."""
+        assert self._member is not None
+        return time.process_time(), self._member.worked
 
     def _begin_steps(self) -> None:
         """Let the steps from here on be of the newest round that every member has heard of by its capture."""
@@ -365,6 +378,7 @@ class Island:
 
     def _hear(self, news: News) -> None:
         """Put what was learnt and not counted on top of the new outer parameters."""
+        began = time.thread_time()
         values, under_way = self._trained.read(), self._under_way
         anchor = under_way.values if under_way is not None and news.counted else self._base
         if under_way is not None and not news.counted:
@@ -376,6 +390,7 @@ class Island:
         self._trained.write(news.outer + learnt)
         # What a narrower type rounds away is not taken for something learnt.
         self._base = self._trained.read() - learnt
+        self._work += time.thread_time() - began
 
     # ---- telling
 

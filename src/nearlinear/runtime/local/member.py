@@ -87,6 +87,8 @@ class Update:
         samples: What it counts for in the mean; with 0 it only says that it is ready.
         steps: Steps it was made in.
         seconds: Their time.
+        work: Seconds of the processor that rounds took since the last update.
+        step_work: And that a step took.
         at: Steps that the run has made, as far as is known here.
         behind: How many of them this member was not there for.
         place: Pass and batch of every loader.
@@ -98,6 +100,8 @@ class Update:
     samples: float
     steps: int
     seconds: float
+    work: float = 0.0
+    step_work: float = 0.0
     at: int = 0
     behind: int = 0
     place: Sequence[tuple[int, int]] = ()
@@ -118,6 +122,7 @@ class Member:
     Attributes:
         number: Which member of the run it is.
         called: The round in which it is to send what it has, being new in it; -1: none.
+        worked: Seconds of the processor that its thread has taken so far.
     """
 
     @classmethod
@@ -180,6 +185,7 @@ class Member:
     ) -> None:
         self.number = self.called = -1
         self.received = self.sent = 0  # bytes, of connections that are over
+        self.worked = 0.0
         self._where = f"{ticket.host}:{ticket.port}"
         self._ticket, self._sizes, self._hello, self._initial, self._say = ticket, sizes, hello, initial, say
         self._deadline_s, self._silence_s, self._beat_s = deadline_s, silence_s, beat_s
@@ -399,6 +405,7 @@ class Member:
                 for key, happened in events:
                     if key.data is not None and self._direct is not None:
                         self._direct.attend(key.data, happened)
+                self.worked = time.thread_time()
                 self._take_orders(connection)
                 if now - heard > self._silence_s:
                     raise TimeoutError(f"silent for {now - heard:.0f} s")
@@ -618,6 +625,8 @@ class Member:
             "steps": update.steps,
             "seconds": update.seconds,
             "exchange": self._exchange_s,
+            "work": update.work,
+            "step_work": update.step_work,
             "at": update.at,
             "behind": update.behind,
             "place": list(update.place),

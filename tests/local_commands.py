@@ -116,6 +116,11 @@ class Runs:
         self.ticket = command.line(rf"^nearlinear join (nl1:{re.escape(where)}:\d+:\S{{32}}) .*train\.py")[1]
         return command
 
+    def take_over(self, passes: int = 500) -> Command:
+        """Listen in the place of one that died."""
+        where = ("--listen", ":".join(self.ticket.split(":")[1:3]), "--ticket", self.ticket)
+        return self.start("run", *where, "--record", "none", str(self.script), str(passes), str(self.stop))
+
     def join(
         self, passes: int = 500, host: Host | None = None, processes: int = 1, options: Sequence[str] = (), **env: str
     ) -> Command:

@@ -16,7 +16,8 @@ import pytest
 
 from local_runs import PATIENCE_S, SIZES, Run, Trainer, cut, die, outer_hash, starting, together, until
 from nearlinear.errors import InputError, NearlinearError, PeerLostError
-from nearlinear.runtime.local.centre import RECENT, Centre
+from nearlinear.runtime.local.agreements import RECENT
+from nearlinear.runtime.local.centre import Centre
 from nearlinear.runtime.local.connection import Connection
 from nearlinear.runtime.local.frames import Header, pack
 from nearlinear.runtime.local.member import Update

@@ -229,6 +229,32 @@ def test_with_a_round_per_step_the_numbers_are_those_of_one_process(
         torch.testing.assert_close(all_of_them[0][name], tensor, rtol=1e-5, atol=1e-6)  # 39 steps of float32
 
 
+def test_another_takes_the_place_of_a_listener_that_died(runs: Runs) -> None:
+    # Unseeded, a process that begins now would draw another order of the data; it must read what the others read.
+    tell = 'print("entered", loader.state_dict()["seed"], flush=True)'
+    unseeded = TRAIN.replace("torch.manual_seed(0)\n", "").replace('print("entered", flush=True)', tell)
+    runs.script.write_text(unseeded)
+    first = runs.listen()
+    second = runs.join()
+    second.line(r"pass \d+ 4 ")
+    now = len(second.lines)
+    os.killpg(first.process.pid, signal.SIGKILL)
+    second.line("the connection to .* broke .*; training goes on, and it is called again", now)
+    third = runs.take_over()
+    second.line("was started anew; the run goes on from the member that has come farthest", now)
+    seeds = {each.line(r"entered (\d+)")[1] for each in (first, second, third)}
+    assert len(seeds) == 1
+    third.line(r"pass \d+ [1-4] ")
+    assert min(each for each, told in third.passes().items() if told.steps) > 0, (
+        "what the run has behind it is left out"
+    )
+    last = max(third.passes())
+    third.line(rf"pass {last + 3} 4 ")
+    runs.stop.touch()
+    assert second.end() == 0 and third.end() == 0
+    assert_equal_where_both_were(second, third, since=last + 1, rates=ADAPTED)
+
+
 def test_a_member_of_two_processes_comes_late_and_ends_when_one_of_them_dies(runs: Runs) -> None:
     first = runs.listen()
     first.line(r"pass 1 4 ")
@@ -307,6 +333,11 @@ def test_a_plan_says_how_members_train_apart() -> None:
     [
         ("run --nnodes 2 --rdzv 127.0.0.1:1 --listen 127.0.0.1:0 {script}", "--listen is for one machine"),
         ("run --strategy data --listen 127.0.0.1:0 {script}", "--strategy data needs fast links"),
+        (
+            "run --ticket nl1:127.0.0.1:1:AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA {script}",
+            "--ticket is for --listen, in the place",
+        ),
+        ("run --listen 127.0.0.1:0 --ticket nl1 {script}", "that is not a ticket; copy the whole word"),
         ("run --listen 4242 {script}", "--listen '4242' is not HOST:PORT; write it like --listen 0.0.0.0:4242"),
         ("run --listen 192.0.2.1:4242 {script}", "cannot listen on 192.0.2.1:4242"),
         ("run --address 1.2.3.4 {script}", "--address says where --listen is reached"),

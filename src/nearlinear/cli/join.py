@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from nearlinear.cli.run import add_machines, positive, run
-from nearlinear.errors import InputError
-from nearlinear.runtime.local.ticket import Ticket
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -38,11 +35,4 @@ def join(options: argparse.Namespace) -> int:
     Raises:
         InputError: That is no ticket, or there is no such script.
     """
-    text: str = options.ticket
-    if text.startswith("@"):  # a command line is read by everyone on the machine, a file by whom it is for
-        try:
-            text = Path(text[1:]).expanduser().read_text().strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"the ticket in {text[1:]!r} cannot be read ({error})") from None
-    options.ticket = Ticket.parse(text)
     return run(options)

@@ -21,6 +21,7 @@ from nearlinear.launch.outcome import Outcome
 from nearlinear.observe import kept
 from nearlinear.observe.live import Live
 from nearlinear.observe.record import Recorder, comparable
+from nearlinear.runtime.local.ticket import Ticket
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -38,6 +39,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add_machines(parser)
     parser.add_argument("--listen", metavar="HOST:PORT", help="train with machines that join (strategy local)")
     parser.add_argument("--address", metavar="HOST[:PORT]", help="where the others reach --listen, if not there")
+    parser.add_argument("--ticket", metavar="TICKET", help="of a run whose listener died: take its place (or @FILE)")
     parser.add_argument(
         "--record",
         metavar="FILE|none",
@@ -45,7 +47,21 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     # One argument for both: argparse would take a -- away from between them.
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="script.py [args ...]", help="passed on as it is")
-    parser.set_defaults(call=run, ticket=None)
+    parser.set_defaults(call=run)
+
+
+def _ticket(text: str) -> Ticket:
+    """Return the ticket in an argument, or in the file that ``@FILE`` names.
+
+    Raises:
+        InputError: That is no ticket.
+    """
+    if text.startswith("@"):  # a command line is read by everyone on the machine, a file by whom it is for
+        try:
+            text = Path(text[1:]).expanduser().read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"the ticket in {text[1:]!r} cannot be read ({error})") from None
+    return Ticket.parse(text)
 
 
 def add_machines(parser: argparse.ArgumentParser) -> None:
@@ -75,16 +91,17 @@ def run(options: argparse.Namespace) -> int:
         InputError: The options contradict each other, or there is no such script.
     """
     script: list[str] = options.script[1:] if options.script[:1] == ["--"] else options.script
+    options.ticket = None if options.ticket is None else _ticket(options.ticket)
     _check_machines(options)
     _check_script(script)
     _check_record(options)
     env = asked_for(options)
+    if options.listen is not None:
+        return _listen(script, options, env)
     if options.ticket is not None:
         env |= {"NEARLINEAR_TICKET": str(options.ticket)}
     if options.nnodes is not None:
         run_elastic(script, options.n or 1, options.nnodes, options.rdzv, options.node_rank, env)
-    if options.listen is not None:
-        return _listen(script, options, env)
     if options.ticket is None and options.n in (None, 1) and options.record in (None, "none"):
         _run_plain(script, env)
     return _run_here(script, options.n or 1, options, env)
@@ -98,7 +115,7 @@ def _run_plain(script: list[str], env: dict[str, str]) -> NoReturn:
 
 def _listen(script: list[str], options: argparse.Namespace, env: dict[str, str]) -> int:
     """Train here, and with whoever joins; the run lasts until the last member has left."""
-    with Listening(options.listen, options.address, _say) as run:
+    with Listening(options.listen, options.address, _say, options.ticket) as run:
         print(f"nearlinear join {run.ticket} {shlex.join(script)}", flush=True)
         options.strategy = "local"
         code = _run_here(script, options.n or 1, options, env | run.environment)
@@ -191,6 +208,8 @@ def _check_machines(options: argparse.Namespace) -> None:
         )
     if apart and options.strategy not in (None, "local"):
         raise InputError(f"--strategy {options.strategy} needs fast links; with machines that join it is 'local'")
+    if options.call is run and options.ticket is not None and options.listen is None:
+        raise InputError("--ticket is for --listen, in the place of one that died; to join: nearlinear join TICKET")
     if options.address is not None and options.listen is None:
         raise InputError("--address says where --listen is reached; give --listen HOST:PORT too")
     if options.node_rank is not None and not 0 <= options.node_rank < options.nnodes:

@@ -16,6 +16,7 @@ from nearlinear.units import size
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # what binds to all interfaces, and one of them
 _ELSEWHERE = "192.0.2.1"  # RFC 5737: no machine has it; nothing is sent there, only the way out is looked up
 LOOK_S = 0.5
+GATHER_S = 10.0  # in which the members of a run whose centre died find the new one
 
 
 class Listening:
@@ -28,14 +29,19 @@ class Listening:
         where: ``HOST:PORT`` to listen on; port 0 for a free one.
         address: ``HOST`` or ``HOST:PORT`` at which others reach it; by default this machine's on the way out.
         say: Told what a person should know.
+        place_of: The ticket of a run whose centre died; its members call there until their deadline is over, and the
+            run goes on from the one that has come farthest.
 
     Raises:
         InputError: There is no such address here, or the port is taken.
     """
 
-    def __init__(self, where: str, address: str | None, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, where: str, address: str | None, say: Callable[[str], None], place_of: Ticket | None = None
+    ) -> None:
         host, port = endpoint(where, "--listen")
-        key, founder = new_key(), secrets.token_hex(16)
+        key = new_key() if place_of is None else place_of.key
+        founder = secrets.token_hex(16) if place_of is None else None
         self._say = say
         self._centre = Centre.listen(
             host,
@@ -48,10 +54,13 @@ class Listening:
             parts=parts,
             silence_s=silence_s(),
             founder=founder,
+            gather_s=0.0 if place_of is None else GATHER_S,
         )
         self._founder = founder
         self._own = Ticket(_ANY.get(host, host), self._centre.port, key)
-        if address is None:
+        if address is None and place_of is not None:
+            self.ticket = place_of
+        elif address is None:
             self.ticket = Ticket(_way_out() if host in _ANY else host, self._centre.port, key)
         else:
             name, outside = endpoint(address if ":" in address else f"{address}:{self._centre.port}", "--address")
@@ -59,12 +68,9 @@ class Listening:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that make a process here the run's first member: the run begins with its parameters."""
-        return {
-            "NEARLINEAR_STRATEGY": "local",
-            "NEARLINEAR_TICKET": str(self._own),
-            "NEARLINEAR_IDENTITY": self._founder,
-        }
+        """Variables that make a process here a member, the first of a new run: that begins with its parameters."""
+        found = {"NEARLINEAR_STRATEGY": "local", "NEARLINEAR_TICKET": str(self._own)}
+        return found if self._founder is None else found | {"NEARLINEAR_IDENTITY": self._founder}
 
     def wait_until_all_have_left(self) -> None:
         """Serve on until no member is here."""

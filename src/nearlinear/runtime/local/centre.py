@@ -22,12 +22,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
 from nearlinear.errors import InputError
 from nearlinear.runtime.local.admission import Rejected
+from nearlinear.runtime.local.agreements import Agreements
 from nearlinear.runtime.local.chunks import Chunks, bounds
 from nearlinear.runtime.local.codecs import CODECS, Undecodable
 from nearlinear.runtime.local.connection import Connection, Malformed
@@ -49,29 +50,19 @@ from nearlinear.runtime.local.frames import (
 )
 from nearlinear.runtime.local.introductions import Introductions
 from nearlinear.runtime.local.outer import Outer
+from nearlinear.runtime.local.pace import Fractions, Interval, Pace, Speed
 from nearlinear.runtime.local.rounds import Member, Rounds
 from nearlinear.runtime.local.serving import Caller, Server, listen
 from nearlinear.runtime.local.tls import Identity, identity
 from nearlinear.runtime.local.update import Sizes, silence
 from nearlinear.runtime.local.vote import Ready, Vote
+from nearlinear.runtime.local.ways import Parts, Uplink, Way, Ways
 
 VERSION = 2
 BEAT_S = 1.0
 SILENCE_S = 5.0
-WARM = 2  # updates of a member in which libraries wake up, whose times say nothing
-SMOOTH = 0.3  # of a new measurement in the running one
-AGREED = 256  # names that members agree on for the whole run
-RECENT = 64  # and for a while
-AGREED_BYTES = 1 << 26
 PILE = 8  # payloads that may wait for a member before it counts as not reading
 TRIES = 3  # of a direct exchange in one round; then it goes through the centre
-SHY = 10  # rounds without direct exchanges, after one that took too long
-EVEN = 1.25  # links whose speeds have this ratio are taken to be equal: parts that stay keep what was left out of them
-
-Interval = Callable[[float, float, float], int]
-Fractions = Callable[[Sequence[float], Sequence[float]], list[float]]
-Way = Callable[[float, int, float, float, Sequence[float], bool], bool]
-Parts = Callable[[Sequence[float]], list[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +107,10 @@ class _Peer(Caller):
     round: int = 0  # how far it had come when it called
     holds: int = -1  # the round whose outer parameters it has; -1: none
     giving: bool = False  # it was asked for the first state
-    part: float = 0.0  # of every batch
-    updates: int = 0
     behind: int = 0  # steps of the run that it was not there for
     rates: list[float] = field(default_factory=list)
-    step_s: float = 0.0  # seconds of its step, smoothed; 0 while unknown
-    exchange_s: float = 0.0  # seconds that its last exchange took, the wait for others left out
-    work_s: float = 0.0  # of the processor, in a round
-    step_work_s: float = 0.0  # and in a step
-    up: float = 0.0  # bytes per second that it sends to other members; 0 while unknown
-    round_trip_s: float = 0.0  # between it and the centre
-    near: bool = False  # it is on the centre's machine
+    speed: Speed = field(default_factory=Speed)
+    link: Uplink = field(default_factory=Uplink)
     turn: int = -1  # the last one that it was told to take part in
 
 
@@ -214,14 +198,10 @@ class Centre(Server[_Peer]):
             port: 0 for a free one.
             key: The run's.
             say: Told, in the centre's thread, what a person should know.
-            interval: Steps per round, from the seconds of an exchange and of a step, and the processor time that a
-                round takes in that of a step.
-            fractions: Each member's part of a batch, from the parts before (0: a newcomer) and the seconds of a step (0
-                while unknown).
-            direct: Whether members exchange directly, from the bytes of an update, the members that are not on this
-                machine, the longest round trip in seconds, the bytes per second of the centre's link and of each
-                member's (0 while unknown), and whether they do so now.
-            parts: Each member's part of the sums in a direct exchange, from the bytes per second of its link.
+            interval: As of ``Pace``.
+            fractions: As of ``Pace``.
+            direct: As of ``Ways``.
+            parts: As of ``Ways``.
             silence_s: Seconds of silence after which a member is gone.
             patience_s: The least that a late member is waited for.
             beat_s: Seconds between two beats.
@@ -235,7 +215,7 @@ class Centre(Server[_Peer]):
         """
         own = identity(key)
         rounds = Rounds(silence_s=silence_s, now=time.monotonic(), patience_s=patience_s, beat_s=beat_s)
-        centre = cls(listen(bind, port), own, rounds, say, interval, fractions, direct, parts, beat_s)
+        centre = cls(listen(bind, port), own, rounds, say, Pace(interval, fractions), Ways(direct, parts), beat_s)
         centre._silence_s, centre._patience_s, centre._founder = silence_s, patience_s, founder
         centre._gather_until = time.monotonic() + gather_s
         centre.start()
@@ -247,16 +227,13 @@ class Centre(Server[_Peer]):
         own: Identity,
         rounds: Rounds,
         say: Callable[[str], None],
-        interval: Interval,
-        fractions: Fractions,
-        direct: Way,
-        parts: Parts,
+        pace: Pace,
+        ways: Ways,
         beat_s: float,
     ) -> None:
         super().__init__(listener, own, beat_s)
         self._bind: str = listener.getsockname()[0]
-        self._rounds, self._say, self._interval, self._fractions = rounds, say, interval, fractions
-        self._way, self._parts = direct, parts
+        self._rounds, self._say, self._pace, self._ways = rounds, say, pace, ways
         self._silence_s, self._patience_s, self._gather_until = SILENCE_S, 30.0, 0.0
         self._founder: str | None = None  # None also as soon as it is here
         self._run = secrets.token_hex(8)
@@ -267,10 +244,7 @@ class Centre(Server[_Peer]):
         self._identities: dict[int, str] = {}  # by member
         self._counted: dict[str, int] = {}  # by identity, the last round that its update was in
         self._who: list[str] = []  # identities of those whose updates were in the round before
-        self._agreed: dict[str, Any] = {}
-        self._agreed_bytes = 0
-        self._work_s = self._worked = 0.0  # seconds of the processor that a round takes here, and took in all
-        self._recent: dict[str, tuple[int, Any]] = {}  # by which member
+        self._agreements = Agreements()
         self._place: list[tuple[int, int]] = []
         self._at = 0  # steps that the run has made
         self._behind, self._rates = 0, list[float]()  # of the member whose schedule has missed the fewest of them
@@ -287,10 +261,7 @@ class Centre(Server[_Peer]):
         )
         self._tries = 0  # in this round
         self._refused: set[int] = set()  # members whose updates were not admitted in this round
-        self._shy = 0  # no direct exchanges before this round
         self._starred = False  # the round before went through the centre
-        self._rate = 0.0  # bytes per second of the centre's link
-        self._cut: tuple[tuple[int, ...], list[float], list[float]] = (), [], []  # members, their links, their parts
         self._norm = 0.0  # that the mean before could have
         self._standing = Standing(0, 0, 0, 0, 0.0)
         self._empty = threading.Event()
@@ -459,14 +430,14 @@ class Centre(Server[_Peer]):
             self._every = self._settings.every or 1
             self._rounds.silence_s = silence(self._silence_s, sizes)
         peer.member, peer.identity, peer.round, peer.known = member, who, whole(header, "round"), True
-        peer.round_trip_s, peer.near = number(header, "round_trip"), _on_one_machine(peer.connection)
+        peer.link.round_trip_s, peer.speed.near = number(header, "round_trip"), _on_one_machine(peer.connection)
         self._identities[member.number] = who
         if self._outer is not None:
             self._outer.drop(member.number)
         self._share_out()
         assert self._settings is not None
         # Who is on this machine lets itself be reached as far as the centre does; another listens where it called from.
-        welcome = {"run": self._run, "codec": self._settings.codec, "bind": self._bind if peer.near else ""}
+        welcome = {"run": self._run, "codec": self._settings.codec, "bind": self._bind if peer.speed.near else ""}
         peer.connection.send("welcome", number=member.number, **welcome)
         self._say(f"{member} joined at round {self._rounds.number}, {len(self._rounds.here())} here now")
         if self._outer is None:
@@ -500,6 +471,8 @@ class Centre(Server[_Peer]):
         if not np.isfinite(values).all():
             raise Malformed("a state that is not finite")
         self._rounds.number, self._who = whole(header, "round"), texts(header, "who")
+        self._place, self._at = places(header, "place"), whole(header, "at")
+        self._behind, self._rates = whole(header, "behind"), numbers(header, "rates")
         self._counted = dict.fromkeys(self._who, self._rounds.number - 1)
         peer.giving, self._outer = False, Outer(self._sizes, self._settings.codec, values)
         for each in self._peers:
@@ -542,19 +515,9 @@ class Centre(Server[_Peer]):
 
     def _agree(self, peer: _Peer, name: str, payload: memoryview, lasts: bool) -> None:
         assert peer.member is not None
-        value = text_of(payload)
-        if lasts:
-            if name not in self._agreed:
-                self._agreed_bytes += len(payload)
-                if len(self._agreed) >= AGREED or self._agreed_bytes > AGREED_BYTES:
-                    raise Malformed(f"more than {AGREED} names or {AGREED_BYTES} bytes to agree on")
-            agreed = self._agreed.setdefault(name, value)
-        else:
-            mine = (peer.member.number, value)
-            self._recent[name] = min(self._recent.get(name, mine), mine, key=lambda each: each[0])
-            agreed = self._recent[name][1]
-            if len(self._recent) > RECENT:
-                self._recent.pop(next(iter(self._recent)))
+        value, me = text_of(payload), peer.member.number
+        agreements = self._agreements
+        agreed = agreements.lasting(name, value, len(payload)) if lasts else agreements.recent(name, me, value)
         peer.connection.send("agreed", json.dumps(agreed).encode(), name=name)
 
     def _update(self, peer: _Peer, header: Header, payload: memoryview) -> None:
@@ -591,13 +554,8 @@ class Centre(Server[_Peer]):
         """Note that an update is here or on its way, and what was said of it."""
         assert peer.member is not None
         self._rounds.updated(peer.member.number, now)
-        peer.updates += 1
-        if said.samples and said.seconds and said.steps and peer.updates > WARM:
-            pace = SMOOTH if peer.step_s else 1.0
-            peer.step_s += pace * (said.seconds / said.steps - peer.step_s)
-            peer.exchange_s += pace * (said.exchange - peer.exchange_s)
-            peer.work_s += pace * (said.work - peer.work_s)
-            peer.step_work_s += pace * (said.step_work - peer.step_work_s)
+        step_s = said.seconds / said.steps if said.samples and said.steps else 0.0
+        peer.speed.note(step_s=step_s, exchange_s=said.exchange, work_s=said.work, step_work_s=said.step_work)
         if self._starred and said.exchange:
             self._measure(peer, said.exchange)
         self._place, self._at = max(self._place, said.place), max(self._at, said.at)
@@ -647,9 +605,12 @@ class Centre(Server[_Peer]):
             truest = min(present, key=lambda peer: peer.behind)
             self._behind, self._rates = truest.behind, truest.rates
         self._share_out(again=True)
-        self._choose_interval()
+        assert self._settings is not None
+        every = self._pace.every([peer.speed for peer in self._members()])
+        if every is not None and not self._settings.every:
+            self._every = every
         self._tries, self._refused = 0, set()
-        self._plan([peer for peer in self._members() if self._rounds.number >= self._shy])
+        self._plan([peer for peer in self._members() if self._ways.open(self._rounds.number)])
 
     def _members(self) -> list[_Peer]:
         """Return the peers that are members, in the order of their numbers."""
@@ -658,36 +619,14 @@ class Centre(Server[_Peer]):
             key=lambda peer: peer.member.number,  # type: ignore[union-attr]
         )
 
-    def _choose_interval(self) -> None:
-        assert self._settings is not None
-        if self._settings.every:
-            return
-        worked, self._worked = time.thread_time() - self._worked, time.thread_time()
-        self._work_s += SMOOTH * (worked - self._work_s)
-        known = [peer for peer in self._peers if peer.member is not None and peer.step_s]
-        if known:
-            # The processor of the member beside the centre does the centre's work too.
-            works = [(peer.work_s + self._work_s * peer.near, peer.step_work_s) for peer in known]
-            burden = max(work / step if step else 0.0 for work, step in works)
-            self._every = self._interval(max(p.exchange_s for p in known), max(p.step_s for p in known), burden)
-
     def _share_out(self, *, again: bool = False) -> None:
         """Give every member its part of a batch.
 
         Args:
             again: A round is over, so the time of a step may be another than before.
         """
-        members = self._members()
-        self._shares = {}
-        if not members:
-            return
-        begin = 0.0
-        parts = self._fractions([peer.part for peer in members], [peer.step_s if again else 0.0 for peer in members])
-        for peer, part in zip(members, parts, strict=True):
-            assert peer.member is not None
-            self._shares[peer.member.number] = (begin, begin + part)
-            begin += part
-            peer.part = part
+        speeds = {peer.member.number: peer.speed for peer in self._members() if peer.member is not None}
+        self._shares = self._pace.shares(speeds, again=again)
 
     # ---- direct exchanges
 
@@ -698,7 +637,9 @@ class Centre(Server[_Peer]):
 
     def _listening(self, peer: _Peer, port: int) -> None:
         assert peer.member is not None
-        self._known.listening(peer.member.number, "" if peer.near else peer.connection.sock.getpeername()[0], port)
+        self._known.listening(
+            peer.member.number, "" if peer.speed.near else peer.connection.sock.getpeername()[0], port
+        )
         self._introduce()
 
     def _introduce(self, only: Sequence[int] | None = None) -> None:
@@ -730,28 +671,18 @@ class Centre(Server[_Peer]):
         members = [peer.member.number for peer in peers if peer.member is not None]
         if len(members) < 2 or not self._known.connected(members) or self._outer is None:
             return
-        up = [peer.up for peer in peers]
-        round_trip_s = max(self._known.round_trip_s(members), *(peer.round_trip_s for peer in peers))
-        elsewhere, size = sum(not peer.near for peer in peers), self._sizes.update_bytes(self._settings.codec)
-        if not self._way(size, elsewhere, round_trip_s, self._rate, up, now):
+        up = [peer.link.up for peer in peers]
+        round_trip_s = max(self._known.round_trip_s(members), *(peer.link.round_trip_s for peer in peers))
+        elsewhere, size = sum(not peer.speed.near for peer in peers), self._sizes.update_bytes(self._settings.codec)
+        if not self._ways.direct(size, elsewhere, round_trip_s, up, now):
             return
         chunks = self._chunks
-        edges = bounds(chunks.count, self._cut_up(tuple(members), up))
-        near = [peer.member.number for peer in peers if peer.near and peer.member is not None]
+        edges = bounds(chunks.count, self._ways.parts(tuple(members), up))
+        near = [peer.member.number for peer in peers if peer.speed.near and peer.member is not None]
         plan = Plan(self._turns, tuple(members), tuple(edges), near[0] if near else CENTRE)
         self._vote = Vote(plan, chunks, self._outer.values)
         for peer in peers:
             peer.turn = self._turns
-
-    def _cut_up(self, members: tuple[int, ...], up: list[float]) -> list[float]:
-        """Return each member's part of the sums: as before, unless the links are clearly others."""
-        fastest = max(up) or 1.0
-        up = [rate or fastest for rate in up]
-        before, links, parts = self._cut
-        if before != members or any(max(a, b) > EVEN * min(a, b) for a, b in zip(links, up, strict=True)):
-            parts = self._parts(up if max(up) > EVEN * min(up) else [1.0] * len(up))
-            self._cut = members, up, parts
-        return parts
 
     def _go_on_directly(self, vote: Vote, now: float) -> None:
         here = [peer.member.number for peer in self._members() if peer.member and peer.turn == vote.plan.turn]
@@ -774,16 +705,16 @@ class Centre(Server[_Peer]):
             elif self._broken is not None and now - self._broken[0] > self._beat_s:
                 self._begin_again(self._broken[1])
             elif now - self._went > self._patience_s + 4 * self._longest_s():
-                self._shy = self._rounds.number + SHY
+                self._ways.shy(self._rounds.number)
                 late = [each for each in vote.plan.members if each not in vote.done]
                 self._begin_again(f"member {late[0] if late else CENTRE} did not get the whole mean", direct=False)
         except Rejected as error:
-            self._shy = self._rounds.number + SHY
+            self._ways.shy(self._rounds.number)
             self._begin_again(str(error), direct=False)
 
     def _longest_s(self) -> float:
         """Return the seconds that exchanges take here."""
-        return max((peer.exchange_s for peer in self._members()), default=0.0)
+        return max((peer.speed.exchange_s for peer in self._members()), default=0.0)
 
     def _begin_again(self, why: str, *, direct: bool = True) -> None:
         """Have the updates of the round in hand sent once more."""
@@ -814,13 +745,11 @@ class Centre(Server[_Peer]):
                 try:
                     vote.mean(me, whole(header, "chunk"), payload)
                 except Rejected as error:
-                    self._shy = self._rounds.number + SHY
+                    self._ways.shy(self._rounds.number)
                     self._begin_again(f"what {peer.member} sent is not admitted: {error}", direct=False)
             case "done":
                 vote.done[me] = text(header, "hash")
-                sent, busy = number(header, "sent"), number(header, "busy")
-                if busy > 0 and sent:
-                    peer.up += (1.0 if not peer.up else SMOOTH) * (sent / busy - peer.up)
+                peer.link.note(number(header, "sent"), number(header, "busy"))
             case "fault":
                 blamed, why = whole(header, "member"), text(header, "why")
                 for each in self._members():
@@ -892,11 +821,10 @@ class Centre(Server[_Peer]):
         """Learn the speed of the centre's link from the seconds of an exchange through it."""
         assert self._sizes is not None and self._settings is not None
         members = self._members()
-        elsewhere, size = sum(not each.near for each in members), self._sizes.update_bytes(self._settings.codec)
-        if peer.near or len(members) < 2:
+        elsewhere, size = sum(not each.speed.near for each in members), self._sizes.update_bytes(self._settings.codec)
+        if peer.speed.near or len(members) < 2:
             return
-        rate = 2 * elsewhere * size / max(exchange_s - peer.round_trip_s, 1e-3)
-        self._rate += (1.0 if not self._rate else SMOOTH) * (rate - self._rate)
+        self._ways.measure(size, elsewhere, exchange_s - peer.link.round_trip_s)
 
 
 def _on_one_machine(connection: Connection) -> bool:

@@ -207,6 +207,7 @@ class Member:
         self._delivered = 0.0  # when
         self._exchange_s = 0.0
         self._asked: dict[str, _Asked] = {}
+        self._agreed: dict[str, Any] = {}  # what was agreed on for the whole run
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
         self._orders: queue.SimpleQueue[Update | _Asked] = queue.SimpleQueue()
         self._error: NearlinearError | None = None
@@ -488,7 +489,10 @@ class Member:
             case "agreed":
                 asked = self._asked.pop(text(header, "name"), None)
                 if asked is not None:
-                    asked.answer.put(text_of(payload))
+                    agreed = text_of(payload)
+                    if asked.lasts:
+                        self._agreed[asked.name] = agreed
+                    asked.answer.put(agreed)
             case "rejected":
                 self._say(f"the update of round {whole(header, 'round')} was not admitted: {text(header, 'why')}")
             case "beat":
@@ -500,6 +504,8 @@ class Member:
         run, codec = text(header, "run"), text(header, "codec")
         if self._run and run != self._run:
             self._say(f"{self._where} was started anew; the run goes on from the member that has come farthest")
+            for name, value in self._agreed.items():
+                connection.send("agree", json.dumps(value).encode(), name=name, lasts=True)
         self._run, self.number = run, whole(header, "number")
         if codec != self._codec:
             self._codec, self._feedback = codec, Feedback(codec, self._sizes.parameters)
@@ -516,8 +522,9 @@ class Member:
             self._orders.put(asked)
 
     def _give_state(self, connection: Connection) -> None:
-        outer, there = (self._initial(), 0) if self._last is None else (self._last.outer, self._last.round)
-        connection.send("state", np.ascontiguousarray(outer, "<f4").view(np.uint8), round=there, who=self._who)
+        last = self._last or News(0, self._initial(), False, 1, 1, (0.0, 1.0), [], 0, 0, [])
+        came = {"round": last.round, "place": last.place, "at": last.at, "behind": last.behind, "rates": last.rates}
+        connection.send("state", np.ascontiguousarray(last.outer, "<f4").view(np.uint8), who=self._who, **came)
 
     def _enter(self, header: Header, payload: memoryview) -> None:
         if len(payload) != self._sizes.state_bytes:

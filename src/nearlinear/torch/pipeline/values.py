@@ -52,6 +52,7 @@ class Values:
         session: This process's part in the run.
 
     Example:
+        >>> from nearlinear.runtime.environment import World
         >>> values = Values(Session(World()))
         >>> values.offer("scale", lambda: torch.ones(()))
         >>> values.fetch(0, "scale")

@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,6 +31,7 @@ from rich.markdown import Markdown
 
 from nearlinear.observe.curves import Series, svg
 from nearlinear.testing.links import Network
+from nearlinear.units import parse_seconds
 
 HERE = Path(__file__).parent
 WINDOW = 128  # bytes
@@ -91,12 +93,13 @@ def main() -> None:
         print(f"{way}, {members} hosts, {rate}, loss {loss:g}, every {every or 'auto'}", file=sys.stderr, flush=True)
         cells.append(_run(way, members, rate, loss, every, options))
         (options.out / "cells.json").write_text(json.dumps([asdict(cell) for cell in cells]))
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    console.print(Markdown(f"{_caption(options)}\n\n{_table(cells)}"))
-    drawn = [cell for cell in cells if cell.loss == 0 and cell.rate == options.links[0] and cell.way != "ddp"]
-    if drawn:
-        series = [Series(_name(cell), *zip(*cell.curve, strict=True)) for cell in drawn]
-        title = f"Loss of a byte-level GPT against time, {options.links[0]}"
+    text = f"{_caption(options)}\n\n{_table(cells)}\n"
+    (options.out / "internet.md").write_text(text)
+    Console(width=None if sys.stdout.isatty() else 200).print(Markdown(text))
+    series = _series([cell for cell in cells if (cell.rate, cell.loss) == (options.links[0], options.losses[0])])
+    if series:
+        trip = f"{2e3 * parse_seconds(options.delay):.0f} ms"
+        title = f"Loss of a byte-level GPT against time, {options.links[0]}, {trip} there and back"
         (options.out / "loss.svg").write_text(svg(series, title=title, x="seconds", y="training loss"))
 
 
@@ -189,8 +192,20 @@ def _curve(rows: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, f
     return points
 
 
-def _name(cell: Cell) -> str:
-    return "one machine" if cell.way == "one" else f"{cell.members} x {cell.way}"
+def _series(cells: Sequence[Cell]) -> list[Series]:
+    """Return the losses of one machine, of DDP and of the default: those of DDP are one machine's, at its own pace."""
+    found = []
+    one = next((cell for cell in cells if cell.way == "one"), None)
+    for cell in cells:
+        curve, name = cell.curve, f"{cell.members} machines, {cell.way}"
+        if cell.way == "one":
+            name = "one machine"
+        elif cell.way == "ddp" and one is not None:
+            curve = [(second * one.samples / cell.samples, loss) for second, loss in one.curve]
+        elif cell.way != "local-int8":
+            continue
+        found.append(Series(name, *zip(*curve, strict=True)))
+    return found
 
 
 def _caption(options: argparse.Namespace) -> str:
@@ -203,10 +218,11 @@ def _caption(options: argparse.Namespace) -> str:
 
 def _table(cells: Sequence[Cell]) -> str:
     alone = [cell for cell in cells if cell.way == "one"]
+    level = max((_end(cell.curve) for cell in cells if cell.way != "ddp"), default=0.0)
     lines = [
-        "| hosts | link | loss of packets | way | rounds | seconds | windows/s | over one machine | bytes per token | "
-        "final loss | over one's |",
-        "| ---: | --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| hosts | link | loss of packets | way | rounds | seconds | windows/s | over one machine | "
+        f"seconds to a training loss of {level:.3f} | bytes per token | final loss | over one's |",
+        "| ---: | --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for cell in cells:
         tokens = cell.samples * cell.seconds * WINDOW
@@ -214,11 +230,25 @@ def _table(cells: Sequence[Cell]) -> str:
         end = f"{cell.end:.4f}" if cell.end == cell.end else "-"
         more = f"{100 * (cell.end / alone[0].end - 1):+.1f} %" if alone and cell.end == cell.end else ""
         link = "-" if cell.way == "one" else cell.rate
-        lines.append(
-            f"| {cell.members} | {link} | {100 * cell.loss:g} % | {cell.way} | {cell.rounds or ''} | "
-            f"{cell.seconds:.1f} | {cell.samples:.1f} | {rate} | {cell.sent / tokens:.2f} | {end} | {more} |"
-        )
+        words = [cell.members, link, f"{100 * cell.loss:g} %", cell.way, cell.rounds or "", f"{cell.seconds:.1f}"]
+        words += [f"{cell.samples:.1f}", rate, _until(level, cell, alone), f"{cell.sent / tokens:.2f}", end, more]
+        lines.append(f"| {' | '.join(map(str, words))} |")
     return "\n".join(lines)
+
+
+def _end(curve: Sequence[tuple[float, float]]) -> float:
+    return min((loss for _, loss in curve), default=0.0)
+
+
+def _until(level: float, cell: Cell, alone: Sequence[Cell]) -> str:
+    """Return the seconds to a training loss; DDP has one machine's losses at its own pace."""
+    curve = cell.curve
+    if cell.way == "ddp":
+        curve = [(second * alone[0].samples / cell.samples, loss) for second, loss in alone[0].curve] if alone else []
+    for (before, higher), (after, lower) in pairwise(curve):
+        if higher > level >= lower:
+            return f"{before + (after - before) * (higher - level) / (higher - lower):.1f}"
+    return ""
 
 
 if __name__ == "__main__":

@@ -109,9 +109,9 @@ class Runs:
         self.commands: list[Command] = []
         self.ticket = ""
 
-    def listen(self, passes: int = 500, host: Host | None = None, **env: str) -> Command:
+    def listen(self, passes: int = 500, host: Host | None = None, record: str = "none", **env: str) -> Command:
         where = "127.0.0.1" if host is None else host.address
-        arguments = ("run", "--listen", f"{where}:0", "--record", "none", str(self.script), str(passes), str(self.stop))
+        arguments = ("run", "--listen", f"{where}:0", "--record", record, str(self.script), str(passes), str(self.stop))
         command = self.start(*arguments, host=host, **env)
         self.ticket = command.line(rf"^nearlinear join (nl1:{re.escape(where)}:\d+:\S{{32}}) .*train\.py")[1]
         return command

@@ -17,6 +17,7 @@ from nearlinear.cli.main import main
 from nearlinear.core.plan import Plan
 from nearlinear.errors import InputError
 from nearlinear.launch.environment import free_port
+from nearlinear.observe.record import read_run
 from nearlinear.testing import Network, can_emulate
 from nearlinear.torch.local import gradient_signal
 
@@ -81,8 +82,8 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
     made.close()
 
 
-def test_a_member_that_comes_late_is_killed_and_comes_again_while_the_others_train(runs: Runs) -> None:
-    first = runs.listen()
+def test_a_member_that_comes_late_is_killed_and_comes_again_while_the_others_train(tmp_path: Path, runs: Runs) -> None:
+    first = runs.listen(record=str(tmp_path / "record"))
     first.line(r"pass 1 4 ")
     second = runs.join()
     second.line(r"pass \d+ [1-4] ")
@@ -103,6 +104,9 @@ def test_a_member_that_comes_late_is_killed_and_comes_again_while_the_others_tra
     assert_equal_where_both_were(first, third, since=last + 1, rates=ADAPTED)
     assert max(each.right for each in first.passes().values()) >= 180, "of 192: it has learnt"
     first.line(r"\d+ rounds; received .* from the members, sent ")
+    run = read_run(tmp_path / "record")
+    assert run.apart is not None and run.apart.round > 10 and run.apart.sent > 1000 and run.apart.together_samples_per_s
+    assert any("member 1 on" in notice and "hung up" in notice for notice in run.notices)
 
 
 def test_the_others_go_on_when_the_process_beside_the_centre_dies(runs: Runs) -> None:

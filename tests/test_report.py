@@ -24,7 +24,7 @@ from nearlinear.core.forecast import Forecast, Point
 from nearlinear.core.graph import Graph, Operator
 from nearlinear.errors import InputError
 from nearlinear.observe import kept
-from nearlinear.observe.live import KEPT
+from nearlinear.observe.live import KEPT, Apart
 from nearlinear.observe.page import Content, Split, Stage, Timeline
 from nearlinear.observe.page.recorded import median_rate
 from nearlinear.observe.page.recorded import report as content_of
@@ -221,6 +221,7 @@ def test_a_disk_that_fills_up_is_said_once_and_leaves_what_was_written(tmp_path:
         (b'{"kind": "step", "at": 1.0}\n', "line 5 of this record is damaged: it has no 'step'"),
         (b'{"kind": "step", "at": "soon", "step": 1, "samples_per_s": 1, "waiting": 0}\n', "line 5 .*'soon'"),
         (b'{"kind": "spans", "at": 1, "seconds": 1, "spans": [[0, 1]]}\n', "line 5 .*not enough values"),
+        (b'{"kind": "apart", "at": 1, "round": -1, "members": 2, "sent": 0, "received": 0}\n', "line 5 .*damaged"),
         (b"[]\n", "line 5 of this record is damaged"),
         (b"\xff\xfe\n", "line 5 of this record is damaged"),
     ],
@@ -423,6 +424,26 @@ def test_a_report_holds_the_forecast_against_the_run() -> None:
     assert content.measured[0].devices == 2
     assert content.reasons == planned().reasons
     assert content.split == planned().split
+
+
+def test_a_member_far_from_others_is_reported_among_them(tmp_path: Path) -> None:
+    path = tmp_path / "apart.jsonl"
+    with Recorder(path, ["train.py"], 1, "local", None, pytest.fail) as record:
+        for round_ in range(1, 4):
+            there = {"round": round_, "members": 2, "sent": 1e6 * round_, "received": 2e6, "alone_samples_per_s": 50.0}
+            record.event({"kind": "apart", **there, "together_samples_per_s": 90.0})
+            record.event(step(round_, waiting=0.1))
+        record.notice("the update of member 1 in round 2 is not admitted: 3 values are not finite")
+        record.end(0, None)
+    run = read_run(path)
+    assert run.apart == Apart(3, 2, 3_000_000, 2_000_000, 50.0, 90.0)
+    page = content_of(run)
+    shown = {figure.label: (figure.value, figure.remark) for figure in page.figures}
+    assert shown["rounds"] == ("3", "2 members at the end")
+    assert shown["sent"] == ("3 MB", "received 2 MB")
+    assert shown["over this machine alone"] == ("1.8 x", "50 samples/s alone")
+    assert "waiting for other members" in shown and "communicating" not in shown
+    assert any("is not admitted" in note for note in page.notes)
 
 
 def test_a_report_without_a_plan_shows_what_was_measured() -> None:

@@ -115,16 +115,30 @@ def _run_plain(script: list[str], env: dict[str, str]) -> NoReturn:
 
 def _listen(script: list[str], options: argparse.Namespace, env: dict[str, str]) -> int:
     """Train here, and with whoever joins; the run lasts until the last member has left."""
-    with Listening(options.listen, options.address, _say, options.ticket) as run:
+    noted = _Noted()
+    with Listening(options.listen, options.address, noted, options.ticket) as run:
         print(f"nearlinear join {run.ticket} {shlex.join(script)}", flush=True)
         options.strategy = "local"
-        code = _run_here(script, options.n or 1, options, env | run.environment)
+        code = _run_here(script, options.n or 1, options, env | run.environment, noted)
         if code != _INTERRUPTED:
             run.wait_until_all_have_left()
     return code
 
 
-def _run_here(script: list[str], n: int, options: argparse.Namespace, env: dict[str, str]) -> int:
+class _Noted:
+    """What the run's centre has to say: on the screen, and in the record while there is one."""
+
+    record: Recorder | None = None
+
+    def __call__(self, line: str) -> None:
+        _say(line)
+        if self.record is not None:
+            self.record.notice(line)
+
+
+def _run_here(
+    script: list[str], n: int, options: argparse.Namespace, env: dict[str, str], noted: _Noted | None = None
+) -> int:
     live, printer, distributed = Live(sys.stderr), Printer(), False
     plan = kept.planned(script)
     expected = comparable(plan, n, options.strategy)
@@ -135,6 +149,8 @@ def _run_here(script: list[str], n: int, options: argparse.Namespace, env: dict[
         if options.record != "none":
             path = None if options.record is None else Path(options.record)
             record = stack.enter_context(Recorder(path, script, n, options.strategy, plan, _say))
+        if noted is not None:
+            noted.record = record
 
         def on_line(rank: int, stream: str, line: bytes) -> None:
             live.clear()

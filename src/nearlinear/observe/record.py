@@ -2,6 +2,7 @@
 
     {"format": "nearlinear-run/1", "kind": "run", "script": ..., "processes": 2, "began": ..., "plan": {...}, ...}
     {"kind": "step", "at": 3.2, "step": 40, "samples_per_s": 1234.0, "waiting": 0.07}
+    {"kind": "apart", "at": 3.2, "round": 12, "members": 2, "sent": 45000, "received": 50000, ...}
     {"kind": "notice", "at": 3.3, "message": "..."}
     {"kind": "spans", "at": 9.1, "seconds": 0.05, "spans": [[device, start, end, what, computing], ...]}
     {"kind": "end", "at": 60.1, "exit_code": 0, "message": null, "steps": 700}
@@ -17,9 +18,10 @@ import json
 import os
 import platform
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +30,7 @@ from typing import Any, TextIO
 from nearlinear.core.forecast import Point
 from nearlinear.errors import InputError, NearlinearError
 from nearlinear.observe import kept
-from nearlinear.observe.live import KEPT, Step
+from nearlinear.observe.live import KEPT, Apart, Step
 from nearlinear.observe.page.content import Content, Pace, Timeline
 from nearlinear.planning.simulate.values import Span
 
@@ -81,6 +83,8 @@ class Recorder:
         self._seen = self._written = self._lines = 0
         self._every = 1
         self._last: Step | None = None
+        self._apart: Apart | None = None
+        self._lock = threading.Lock()  # another thread may have something to note
         self._began = time.monotonic()
         began = datetime.now().astimezone()
         try:
@@ -94,6 +98,7 @@ class Recorder:
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Note what a rank has sent."""
+        self._apart = Apart.from_event(event) or self._apart
         step = Step.from_event(event)
         if step is not None:
             self._last = step
@@ -114,10 +119,13 @@ class Recorder:
         self._ended = True
         if self._last is not None and (self._seen - 1) % self._every != 0:
             self._step(self._last)  # the last step is in the record, whichever are left out
+        if self._apart is not None:
+            self._line("apart", **asdict(self._apart))
         self._line("end", exit_code=exit_code, message=message, steps=self._last.step if self._last else 0)
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
 
     def __enter__(self) -> Recorder:
         return self
@@ -132,6 +140,8 @@ class Recorder:
         self.end(getattr(error, "exit_code", 130 if kind is KeyboardInterrupt else 1), str(error) or repr(error))
 
     def _step(self, step: Step) -> None:
+        if self._apart is not None:
+            self._line("apart", **asdict(self._apart))
         known = {"loss": step.loss} if step.loss is not None else {}
         self._line("step", step=step.step, samples_per_s=step.samples_per_s, waiting=step.waiting, **known)
         self._written += 1
@@ -144,13 +154,14 @@ class Recorder:
         self._write({"kind": kind, "at": round(time.monotonic() - self._began, 4), **fields})
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        if self._file is None:
-            return
-        try:
-            self._file.write(json.dumps(line) + "\n")
-        except OSError as error:
-            self._say(f"this run is recorded up to here, not on: {error}")
-            self._give_up()
+        with self._lock:
+            if self._file is None:
+                return
+            try:
+                self._file.write(json.dumps(line) + "\n")
+            except OSError as error:
+                self._say(f"this run is recorded up to here, not on: {error}")
+                self._give_up()
 
     def _give_up(self) -> None:
         assert self._file is not None
@@ -231,6 +242,7 @@ class Run:
         reports: What rank 0 reported.
         notices: What a person was told.
         measured: What devices did in one step, where they said so.
+        apart: How this member stood at the last among others far away, where there were any.
         seconds: From the start to the last line.
         steps: How many.
         exit_code: How it ended; ``None`` where it was killed or still runs.
@@ -250,6 +262,7 @@ class Run:
     reports: tuple[Pace, ...] = field(repr=False)
     notices: tuple[str, ...]
     measured: Timeline | None = field(repr=False)
+    apart: Apart | None
     seconds: float
     steps: int
     exit_code: int | None
@@ -273,6 +286,7 @@ def read_run(path: Path) -> Run:
     at, steps = 0.0, 0
     exit_code: int | None = None
     message: str | None = None
+    apart: Apart | None = None
     try:
         with path.open("rb") as file:
             first = _first(file.readline(_FIRST_BYTES), path)
@@ -285,6 +299,8 @@ def read_run(path: Path) -> Run:
                     if kind == "step":
                         reports.append(Pace(at, int(raw["step"]), float(raw["samples_per_s"]), float(raw["waiting"])))
                         steps = max(steps, reports[-1].step)
+                    elif kind == "apart":
+                        apart = _standing(raw)
                     elif kind == "notice":
                         notices.append(str(raw["message"]))
                     elif kind == "spans":
@@ -299,7 +315,7 @@ def read_run(path: Path) -> Run:
     except OSError as error:
         raise InputError(f"cannot read the record {path}: {error.strerror}") from error
     return Run(path=path, **first, reports=tuple(reports), notices=tuple(notices), measured=_joined(measured),
-               seconds=at, steps=steps, exit_code=exit_code, message=message)  # fmt: skip
+               apart=apart, seconds=at, steps=steps, exit_code=exit_code, message=message)  # fmt: skip
 
 
 def _first(line: bytes, path: Path) -> dict[str, Any]:
@@ -344,6 +360,12 @@ def _number(value: Any) -> float:
     if not 0 <= number < float("inf"):
         raise ValueError(f"{value} is not a time")
     return number
+
+
+def _standing(raw: Mapping[str, Any]) -> Apart:
+    rates = (raw[name] for name in ("alone_samples_per_s", "together_samples_per_s"))
+    counts = (int(_number(raw[name])) for name in ("round", "members", "sent", "received"))
+    return Apart(*counts, *(None if rate is None else _number(rate) for rate in rates))
 
 
 def _span(raw: Sequence[Any]) -> Span:

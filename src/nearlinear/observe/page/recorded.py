@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nearlinear.core.forecast import Point
+from nearlinear.observe.live import Apart
 from nearlinear.observe.page.content import Bar, Comparison, Content, Figure, Measured, Stage, Timeline
 from nearlinear.observe.page.text import count, percent
 from nearlinear.observe.page.timeline import kind
 from nearlinear.observe.record import Run, comparable
 from nearlinear.planning.simulate.values import Span
-from nearlinear.units import seconds
+from nearlinear.units import seconds, size
 
 
 def report(run: Run, others: Sequence[Run] = ()) -> Content:
@@ -63,7 +64,10 @@ def _figures(run: Run, rate: float | None, waiting: float | None, expected: Poin
         remark = f"{off(rate, expected.rate)} than the forecast" if expected is not None else "median"
         found.append(Figure("samples/s", count(rate), remark))
     if waiting is not None:
-        found.append(Figure("communicating", percent(waiting), "of the time of rank 0"))
+        what = "communicating" if run.apart is None else "waiting for other members"
+        found.append(Figure(what, percent(waiting), "of the time of rank 0"))
+    if run.apart is not None:
+        found += _apart(run.apart)
     found.append(Figure("processes", f"{run.processes}", f"on {len(run.hosts)} machine{'s' * (len(run.hosts) > 1)}"))
     found.append(Figure("steps", f"{run.steps:,}", f"in {run.seconds:,.1f} s"))
     if run.exit_code is None:
@@ -71,6 +75,18 @@ def _figures(run: Run, rate: float | None, waiting: float | None, expected: Poin
     else:
         ended = Figure("exit code", str(run.exit_code), "as it should" if run.exit_code == 0 else "see the notes")
     return (*found, ended)
+
+
+def _apart(apart: Apart) -> list[Figure]:
+    """Return how a member stood among others far away."""
+    found = [
+        Figure("rounds", f"{apart.round:,}", f"{apart.members} member{'s' * (apart.members != 1)} at the end"),
+        Figure("sent", size(apart.sent), f"received {size(apart.received)}"),
+    ]
+    alone, together = apart.alone_samples_per_s, apart.together_samples_per_s
+    if alone and together:
+        found.append(Figure("over this machine alone", f"{together / alone:.3g} x", f"{count(alone)} samples/s alone"))
+    return found
 
 
 def off(measured: float, predicted: float) -> str:

@@ -37,6 +37,7 @@ HERE = Path(__file__).parent
 WINDOW = 128  # bytes
 WAYS = ("one", "ddp", "local-fp32", "local-int8", "local-int4")
 ELSEWHERE = ("ddp", "local-int8")
+RIVALS = ("torchft", "diloco", "hivemind")  # where they are installed: rivals.py
 DDP_STEPS = 30  # its step time does not change, and its loss is that of one
 DEADLINE_S = 1200.0
 PORT = 4242
@@ -80,7 +81,7 @@ def main() -> None:
     parser.add_argument("--links", nargs="+", default=["100 Mbit/s", "10 Mbit/s"])
     parser.add_argument("--losses", type=float, nargs="+", default=[0.0, 0.005])
     parser.add_argument("--delay", default="40 ms", help="one way")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=(*WAYS, *RIVALS), default=list(WAYS))
     parser.add_argument("--every", type=int, nargs="+", default=[0], help="steps per round; 0: the run chooses")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=32, help="windows of a batch, over all hosts")
@@ -113,7 +114,7 @@ def _wanted(options: argparse.Namespace) -> list[tuple[str, int, str, float, int
             first = (rate, loss) == (options.links[0], options.losses[0])
             for members in options.members:
                 for way in options.ways if first or len(options.ways) < len(WAYS) else ELSEWHERE:
-                    for every in options.every if way.startswith("local") else [0]:
+                    for every in [0] if way in ("one", "ddp") else options.every:
                         if way != "one":
                             found.append((way, members, rate, loss, every))
     return found
@@ -133,6 +134,7 @@ def _run(way: str, members: int, rate: str, loss: float, every: int, options: ar
         processes: list[subprocess.Popen[Any]] = []
         ticket: list[str] = []
         for number in range(members):
+            env |= {"NUMBER": str(number), "HERE": network[number].address, "FIRST": network[0].address}
             if kind == "ddp":
                 env |= {"RANK": str(number), "WORLD_SIZE": str(members), "MASTER_ADDR": network[0].address}
                 env |= {"MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": "eth0"}
@@ -202,7 +204,7 @@ def _series(cells: Sequence[Cell]) -> list[Series]:
             name = "one machine"
         elif cell.way == "ddp" and one is not None:
             curve = [(second * one.samples / cell.samples, loss) for second, loss in one.curve]
-        elif cell.way != "local-int8":
+        elif cell.way not in ("local-int8", *RIVALS):
             continue
         found.append(Series(name, *zip(*curve, strict=True)))
     return found

@@ -20,7 +20,7 @@ from nearlinear.runtime.local.agreements import RECENT
 from nearlinear.runtime.local.centre import Centre
 from nearlinear.runtime.local.connection import Connection
 from nearlinear.runtime.local.frames import Header, pack
-from nearlinear.runtime.local.member import Update
+from nearlinear.runtime.local.member import Member, Update
 from nearlinear.runtime.local.ticket import Ticket, new_key
 from nearlinear.runtime.local.tls import identity
 from nearlinear.runtime.local.update import Sizes
@@ -255,6 +255,14 @@ def test_nobody_there_is_named_with_the_deadline() -> None:
         port = taken.getsockname()[1]
     with pytest.raises(PeerLostError, match=rf"127.0.0.1:{port} did not answer within 300 ms"):
         Trainer(Ticket("127.0.0.1", port, new_key()), deadline_s=0.3)
+
+
+def test_that_nobody_answers_is_said_long_before_the_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ticket, said = Ticket("127.0.0.1", taken.getsockname()[1], new_key()), list[str]()
+    with pytest.raises(PeerLostError):
+        Member.join(ticket, "host", SIZES, "x", lambda: np.zeros(SIZES.total), say=said.append, deadline_s=3.0)
+    assert said == [f"nobody answers at 127.0.0.1:{ticket.port} (Connection refused); calling for 3 s in all"]
 
 
 def test_a_port_in_use_is_said() -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -278,6 +279,63 @@ def test_a_member_of_two_processes_comes_late_and_ends_when_one_of_them_dies(run
     first.line(r"pass \d+ 4 ", now)
     runs.stop.touch()
     assert first.end() == 0
+
+
+def test_a_member_of_two_processes_survives_a_pause_of_one(runs: Runs) -> None:
+    first = runs.listen()
+    second = runs.join(processes=2)
+    second.line(r"^\[1\] pass \d+ 4 ")
+    for _ in range(4):
+        second.line(r"^\[1\] pass \d+ 4 ", len(second.lines))
+        pid = second.ranks()[1]
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(1.5)
+        os.kill(pid, signal.SIGCONT)
+        second.line(r"^\[1\] pass \d+ 4 ", len(second.lines))
+    runs.stop.touch()
+    assert second.end() == 0 and first.end() == 0
+
+
+def test_a_member_of_two_processes_trains_on_data_of_its_own_and_on_parts_that_weigh_nothing(runs: Runs) -> None:
+    """Of a batch of four this member may have what is masked out; and the loop need not fetch from a loader."""
+    runs.script.write_text(MASKED)
+    first = runs.listen()
+    second = runs.join(processes=2)
+    assert second.end() == 0 and first.end() == 0, (first.lines[-20:], second.lines[-20:])
+    ended = {line.split("ended ")[1] for line in second.lines if "ended " in line}
+    assert len(ended) == 1 and "nan" not in ended.pop()
+
+
+MASKED = """
+import sys, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import nearlinear as nl
+
+torch.manual_seed(0)
+x, mask = torch.randn(40, 3), torch.tensor([1.0, 1.0, 0.0, 0.0]).repeat(10)
+model = nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+loader = DataLoader(TensorDataset(x, mask), batch_size=4)
+plan = nl.Plan("local", every=2, check_every=5)
+model, optimizer, loader = nl.distribute(
+    model, optimizer, loader, strategy=plan, weight=lambda batch: float(batch[1].sum())
+)
+for number in range(60):
+    for a, m in loader:
+        optimizer.zero_grad()
+        ((model(a)[:, 0] - 1).square() * m).sum().div(m.sum().clamp(min=1)).backward()
+        optimizer.step()
+        time.sleep(0.01)
+    for _ in range(3):  # the same samples on every process: the mean of their gradients is each one's
+        optimizer.zero_grad()
+        (model(x[:4])[:, 0] - 1).square().mean().backward()
+        optimizer.step()
+for _ in loader:
+    pass
+print("ended", model.weight.tolist(), flush=True)
+"""
 
 
 def test_a_member_may_be_on_two_machines(tmp_path: Path, runs: Runs) -> None:

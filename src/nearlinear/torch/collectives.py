@@ -144,10 +144,14 @@ class Group:
             try:
                 pending.wait(datetime.timedelta(seconds=limit_s))
                 return True
+            except RuntimeError:
+                if not pending.is_completed():
+                    return False
+            try:  # it failed, or came about after the time was up: where this process was stopped, say
+                pending.wait(datetime.timedelta(seconds=limit_s))
+                return True
             except RuntimeError as error:
-                if pending.is_completed():
-                    raise self._waiting.explain(error, what) from None
-                return False
+                raise self._waiting.explain(error, what) from None
 
         self._waiting.until(done, what)
 

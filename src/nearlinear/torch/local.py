@@ -4,7 +4,8 @@ What an island does is in ``runtime/local/island.py``; here are its tensors, its
 
 A member may be several processes with fast links among them. They share out the member's part of every batch and
 combine gradients at every step, as under strategy ``data``, so their parameters are always the same. The first alone
-talks to the run. Whenever a loader is to give a batch it tells the others what it has heard, and all go on from there:
+talks to the run. After every step, and whenever a loader is to give a batch (it may have heard more in an evaluation),
+it tells the others what it has heard, and all go on from there:
 
     rank 0   step │ hears of round 8, parameters move │ tells           │ batch, step ...
     rank 1   step │                                   │ is told, copies │ batch, step ...
@@ -198,8 +199,10 @@ class IslandSession(Session):
 
     def fraction(self, batch: Batch) -> float:
         """Return the part of the mean over the member's part that this process's share stands for."""
-        if not batch.samples:
-            return 1.0 / self.parts  # nobody counts what is learnt from fillers
+        if batch.weight is not None and batch.total is None:
+            batch.total = self._sum(batch.weight, "the weights of a batch")
+        if not (batch.samples if batch.weight is None else batch.total):
+            return 1.0 / self.parts  # nobody counts what is learnt from this; others may have what counts of the batch
         return super().fraction(batch)
 
     def is_past(self, loader: int, number: int, batch: int | None = None) -> bool:
@@ -210,6 +213,10 @@ class IslandSession(Session):
         past = lies_behind(place[loader] if loader < len(place) else (0, 0), number, batch)
         if past and self._island is not None:
             self._island.leave_out()
+        if past and batch is None:
+            self.notice(
+                f"the run is in pass {place[loader][0]} over the data; loops over the passes before it are empty here"
+            )
         return past
 
     def began_pass(self, loader: int) -> Passage:
@@ -269,8 +276,7 @@ class IslandSession(Session):
                 weight = self._sum(batch.weight, "the weights of a batch") if batch.total is None else batch.total
         if self._island is not None:
             self._island.stepped(weight, samples)
-        if self._told is None or not self.loaders:
-            self._tell()
+        self._tell()
 
     def settle(self, what: str) -> None:
         """Return when the parameters are the outer ones, with all that this member has learnt.
@@ -282,6 +288,15 @@ class IslandSession(Session):
         """
         if self._island is not None:
             self._island.settle(what)
+
+    def settle_for_evaluation(self) -> None:
+        """Settle, and say so where the member's other processes evaluate other parameters than its first."""
+        self.settle("an evaluation")
+        if self._told is not None and self._moved:
+            self.notice(
+                "an evaluation in the midst of a pass, over data that were not handed to distribute, is of the run's "
+                "parameters in this member's first process alone; hand its loader over, or evaluate after the pass"
+            )
 
     @torch.no_grad()
     def _read(self) -> Floats:
@@ -333,4 +348,4 @@ def _before_forward(model: nn.Module, args: Any) -> None:
     """Let an evaluation see the outer parameters. (A plain function: a model that is pickled takes its hooks along.)"""
     session = _sessions.get(model)
     if session is not None and not model.training and not torch.is_grad_enabled():
-        session.settle("an evaluation")
+        session.settle_for_evaluation()

@@ -461,6 +461,8 @@ class Centre(Server[_Peer]):
             return
         farthest = max(members, key=lambda peer: peer.round)
         farthest.giving = True
+        if self._gather_until and not farthest.round:
+            self._say("no member of the earlier run has called; it begins anew")
         farthest.connection.send("found")
 
     def _first_state(self, peer: _Peer, header: Header, payload: memoryview) -> None:

@@ -40,6 +40,7 @@ from nearlinear.runtime.local.update import Sizes, hash_of, silence
 from nearlinear.units import seconds
 
 VERSION = 2
+TELL_S = 2.0  # that nobody answers, before a person is told
 AGAIN_S = 0.5  # the longest pause between two calls
 GOODBYE_S = 2.0  # the longest that a goodbye is waited for
 PAUSE_S = 0.002  # between two looks at the sockets while much comes in
@@ -322,7 +323,8 @@ class Member:
             InputError: It does not take the key.
             PeerLostError: The deadline is over.
         """
-        until, pause = time.monotonic() + self._deadline_s, 0.02
+        began, told = time.monotonic(), bool(self._run)
+        until, pause = began + self._deadline_s, 0.02
         while not self._leave:
             try:
                 self._connection = self._dial(min(10.0, self._deadline_s))
@@ -337,6 +339,12 @@ class Member:
                         f"{self._where} did not answer within {seconds(self._deadline_s)} ({error}); check that "
                         "`nearlinear run --listen` runs there and that its port can be reached from here"
                     ) from error
+                if not told and time.monotonic() - began > TELL_S:
+                    told = True
+                    why = error.strerror or error
+                    self._say(
+                        f"nobody answers at {self._where} ({why}); calling for {seconds(self._deadline_s)} in all"
+                    )
             pause = min(2 * pause, AGAIN_S)
             self._over.wait(pause)
 
@@ -421,7 +429,11 @@ class Member:
                 # Under TLS 1.3 the side that calls learns only now that its certificate was not taken.
                 raise self._wrong_key() from error
             if self._run and not self._leave:
-                self._say(f"the connection to {self._where} broke ({error}); training goes on, and it is called again")
+                self._say(
+                    f"the connection to {self._where} broke ({error}); training goes on, and it is called again "
+                    f"for {seconds(self._deadline_s)}; at the end of the round in hand it is waited for. In "
+                    "the place of a listener that died: nearlinear run --listen HOST:PORT --ticket TICKET"
+                )
         except Malformed as error:
             raise NearlinearError(f"{self._where} sent what is no message of a run ({error})") from None
         finally:

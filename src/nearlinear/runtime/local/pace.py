@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 WARM = 2  # updates of a member in which libraries wake up, whose times say nothing
 SMOOTH = 0.3  # of a new measurement in the running one
+IDLE = 1 / 3  # of a core: with less a process waits for something else, a GPU say, and rounds have what is left of it
 
 Interval = Callable[[float, float, float], int]
 Fractions = Callable[[Sequence[float], Sequence[float]], list[float]]
@@ -69,8 +70,9 @@ class Pace:
         if not known:
             return None
         # The processor of the member beside the centre does the centre's work too.
-        works = [(each.work_s + self._work_s * each.near, each.step_work_s) for each in known]
-        burden = max(work / step if step else 0.0 for work, step in works)
+        burden = max(
+            (each.work_s + self._work_s * each.near) / max(each.step_work_s, IDLE * each.step_s) for each in known
+        )
         return self._interval(max(each.exchange_s for each in known), max(each.step_s for each in known), burden)
 
     def shares(self, speeds: Mapping[int, Speed], *, again: bool) -> dict[int, tuple[float, float]]:

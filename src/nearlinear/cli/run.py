@@ -253,6 +253,7 @@ _STRATEGIES = ", ".join(("auto", *STRATEGIES))
 
 
 def positive(text: str) -> int:
+    """Return the number from 1 up in an argument."""
     try:
         number = int(text)
     except ValueError:

@@ -191,7 +191,8 @@ class IslandSession(Session):
     def share(self, samples: int) -> range:
         """Return the positions in a batch that this process takes."""
         part = self._part(samples)
-        return part[slice(*_ends(share(len(part), self.part, self.parts)))]
+        mine = share(len(part), self.part, self.parts)
+        return part[mine.start : mine.stop]
 
     def batch_of(self, samples: int) -> Batch:
         """Return what this process holds of a batch, of which its member has a part."""
@@ -313,10 +314,6 @@ class IslandSession(Session):
         parts = torch.split(flat, [tensor.numel() for tensor in self._tensors])
         for tensor, part in zip(self._tensors, parts, strict=True):
             tensor.copy_(part.view(tensor.shape))
-
-
-def _ends(positions: range) -> tuple[int, int]:
-    return positions.start, positions.stop
 
 
 @torch.no_grad()

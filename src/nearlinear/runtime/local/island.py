@@ -38,7 +38,6 @@ import numpy as np
 
 from nearlinear import events
 from nearlinear.core.plan import Plan
-from nearlinear.core.shares import share_between
 from nearlinear.errors import InputError, NearlinearError, PeerLostError
 from nearlinear.runtime.ending import failed
 from nearlinear.runtime.environment import deadline_s, silence_s, world_from
@@ -244,10 +243,6 @@ class Island:
     def share(self) -> tuple[float, float]:
         """Where this member's part of every batch begins and ends, as fractions."""
         return self._share
-
-    def positions(self, samples: int) -> range:
-        """Return the positions in a batch that this member takes."""
-        return share_between(samples, *self._share)
 
     @property
     def places(self) -> Place:

@@ -189,7 +189,7 @@ step = 0
 for _ in range(3):
     for a, b in loader:
         model.train()
-        optimizer.param_groups[0]["lr"] = 0.2 if step >= 3 else 0.0  # (1)
+        optimizer.param_groups[0]["lr"] = 0.2 if step >= 8 else 0.0  # (1)
         optimizer.zero_grad()
         F.cross_entropy(model(a), b).backward()
         optimizer.step()

@@ -188,6 +188,13 @@ def test_a_norm_a_thousand_times_the_usual_is_clipped_to_ten() -> None:
     assert gate.judge(usual * 0, steps=4) == 1.0
 
 
+def test_steps_that_change_nothing_say_nothing_of_the_usual_norm() -> None:
+    gate, usual = Admission(), np.full(100, 0.1, np.float32)
+    for _ in range(2 * ENOUGH):
+        assert gate.judge(usual * 0, steps=1) == 1.0
+    assert [gate.judge(usual * (1 + each), steps=1) for each in range(2 * ENOUGH)] == [1.0] * 2 * ENOUGH
+
+
 def test_a_large_finite_update_has_a_norm() -> None:
     assert Admission().judge(np.full(1000, 3e38, np.float32), steps=1) == 1.0
 

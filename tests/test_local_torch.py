@@ -176,12 +176,25 @@ from torch.utils.data import DataLoader, TensorDataset
 import nearlinear as nl
 
 out, here, members = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+
+
+class Samples(TensorDataset):
+    late = False
+
+    def __len__(self):
+        time.sleep(0.3 * self.late)  # (3)
+        return super().__len__()
+
+
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 3))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 x = torch.randn(100, 10)
-loader = DataLoader(TensorDataset(x, x[:, :3].argmax(1)), batch_size=8, shuffle=True)
+samples = Samples(x, x[:, :3].argmax(1))
+loader = DataLoader(samples, batch_size=8, shuffle=True)
+samples.late = out.endswith("a")
 model, optimizer, loader = nl.distribute(model, optimizer, loader, strategy=nl.Plan("local", every=1, compress="fp32"))
+samples.late = False
 (here / Path(out).name).touch()
 while len(list(here.iterdir())) < members:
     time.sleep(0.02)
@@ -203,6 +216,7 @@ torch.save(model.state_dict(), out + rank + ".pt")
 """
 # (1) Members learn their shares with the news of a round, so the first ones teach nothing.
 # (2) An evaluation waits for the round; without it the next step would begin meanwhile.
+# (3) The second member is the first to say what it has. It must be what the script's seed makes it.
 
 
 @pytest.mark.parametrize(("processes", "others"), [(1, 1), (2, 1), (1, 2)])

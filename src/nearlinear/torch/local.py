@@ -68,6 +68,7 @@ class IslandSession(Session):
         super().__init__(world, liveness)
         self._entered = self._agreeing = False
         self._island: Island | None = None  # in the member's first process
+        self._number = 0  # of the member in the run
         self._told: Group | None = None  # by which it tells the others
         self._view = _View()
         self._moved = False  # the run has moved the parameters since the others were told
@@ -120,15 +121,9 @@ class IslandSession(Session):
         self._told = self.new_group(torch.device("cpu"), deadline_s=PATIENCE * self.deadline_s)
         if self.rank == 0:
             self._island = Island.enter(trained, plan)
-        number = None if self._island is None else self._island.number
+        self._number = 0 if self._island is None else self._island.number
         if self._told is not None:
-            number = self._told.broadcast_json(number, "entering the run")
-        if number:
-            # Dropout and augmentation differ between members, as they do between the samples of one batch.
-            seed = derived_seed(torch.initial_seed(), "member", number)
-            torch.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
+            self._number = self._told.broadcast_json(self._number, "entering the run")
         self._entered = self._agreeing = True
         self._tell()
 
@@ -142,6 +137,13 @@ class IslandSession(Session):
             raise InputError("strategy 'local' counts the optimizer's steps; hand the optimizer over too")
         self.notice("members train apart between two rounds: the numbers are not those of one process")
         self._agreeing = False
+        if self._number:
+            # Dropout and augmentation differ between members, as they do between the samples of one batch. Not before
+            # the order of the data is agreed on: it is what the script's own seed makes it.
+            seed = derived_seed(torch.initial_seed(), "member", self._number)
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
         self._optimizer, self._groups = optimizer, optimizer.param_groups
         optimizer.register_step_pre_hook(lambda *_: self._take_rates())
         optimizer.register_step_post_hook(lambda *_: self._stepped())

@@ -58,8 +58,9 @@ class Admission:
         return min(1.0, FAR * usual / size) if usual > 0 and size > 0 else 1.0
 
     def remember(self, norm: float, steps: int) -> None:
-        """Judge later updates by this one too, which entered with this norm."""
-        self._norms.append(norm / math.sqrt(max(steps, 1)))
+        """Judge later updates by this one too, which entered with this norm; one of nothing tells nothing."""
+        if norm > 0:
+            self._norms.append(norm / math.sqrt(max(steps, 1)))
 
 
 def norm_of(values: Floats) -> float:

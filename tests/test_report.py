@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from browser import CHROMIUM, browser
 from nearlinear.cli import report
 from nearlinear.core.forecast import Forecast, Point
 from nearlinear.core.graph import Graph, Operator
+from nearlinear.core.plan import Plan
 from nearlinear.errors import InputError
 from nearlinear.observe import kept
 from nearlinear.observe.live import KEPT, Apart
@@ -50,6 +52,14 @@ def planned() -> Content:
         Point(2, "data", 64, 0.32, 0.29, 0.36, compute=0.24, exposed=0.06, update=0.02),
         Point(4, "pipeline, 4 stages", 64, 0.2, 0.19, 0.25, compute=0.12, bubble=0.08),
     )
+    staged = Plan("pipeline", stages=4, microbatches=16)
+    ways = (
+        dataclasses.replace(points[0], plan=Plan()),
+        dataclasses.replace(points[1], plan=Plan()),
+        Point(2, "sharded", 64, 0.4, 0.39, 0.45, compute=0.3, exposed=0.1, plan=Plan("sharded")),
+        dataclasses.replace(points[2], plan=staged),
+        Point(4, "data", 64, 0.3, 0.29, 0.35, compute=0.12, exposed=0.18, plan=Plan()),
+    )
     graph = Graph((Operator("a", forward=0.2), Operator("b", forward=0.2)))
     return Content(
         "train.py: plan",
@@ -59,6 +69,7 @@ def planned() -> Content:
         timelines=(Timeline("predicted", 0.32, (Span(0, 0.0, 0.1, "F0", True),)),),
         reasons=("data takes 320 ms a step",),
         notes=("captured by torch.export",),
+        ways=ways,
     )
 
 
@@ -299,7 +310,7 @@ def test_a_forecast_is_said_before_the_run_and_held_against_it(
     kept.keep_plan(["train.py"], planned(), pytest.fail)
     done = nearlinear_run("-n", "2", "train.py")
     lines = done.stderr.splitlines()
-    assert lines[0] == "nearlinear: forecast: 200 samples/s (177.8 to 220.7), 19 % of the time communicating"
+    assert lines[0] == "nearlinear: forecast: data, 200 samples/s (177.8 to 220.7), 19 % of the time communicating"
     assert "nearlinear: predicted 200 samples/s, measured 103 (48 % slower)" in lines
     assert reported("last") == 0
     said = capsys.readouterr()
@@ -320,12 +331,55 @@ def test_a_changed_script_or_other_arguments_have_no_forecast(tmp_path: Path) ->
 
 def test_a_run_is_held_against_a_forecast_of_what_it_does_alone() -> None:
     plan = planned()
-    two = comparable(plan, 2, None)
-    assert two is not None and two.way == "data"
-    assert comparable(plan, 2, "sharded") is None
-    assert comparable(plan, 4, None) is None  # the forecast is of a pipeline
-    assert comparable(plan, 8, None) is None
+    found = {
+        (processes, strategy): None if (point := comparable(plan, processes, strategy)) is None else point.way
+        for processes in (1, 2, 4, 8)
+        for strategy in (None, "data", "sharded", "pipeline")
+    }
+    assert found == {
+        **dict.fromkeys([(1, None), (1, "data"), (1, "sharded"), (1, "pipeline")], "alone"),
+        **{(2, None): "data", (2, "data"): "data", (2, "sharded"): "sharded", (2, "pipeline"): None},
+        **{(4, None): "pipeline, 4 stages", (4, "data"): "data", (4, "sharded"): None},
+        (4, "pipeline"): "pipeline, 4 stages",
+        **dict.fromkeys([(8, None), (8, "data"), (8, "sharded"), (8, "pipeline")]),
+    }
     assert comparable(None, 2, None) is None
+
+
+ASKS = """
+import os
+from nearlinear.events import send_to_launcher
+from nearlinear.runtime.environment import plan_asked_for
+plan = plan_asked_for(os.environ.get("SCRIPT", "auto"))
+send_to_launcher("distributed", strategy="data" if plan is None else plan.strategy, rank=0, world_size=4)
+if os.environ["RANK"] == "0":
+    print(plan, flush=True)
+if "FAIL" in os.environ:
+    raise SystemExit(3)
+"""
+
+
+def test_auto_is_what_was_planned_for_the_script(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ASKS)
+    nothing = nearlinear_run("-n", "4", "train.py")
+    assert nothing.stdout == "[0] None\n"
+    kept.keep_plan(["train.py"], planned(), pytest.fail)
+    planned_for = nearlinear_run("-n", "4", "train.py")
+    assert planned_for.stdout == "[0] pipeline, 4 stages, 16 microbatches, replicas compared every 100 steps\n"
+    assert "nearlinear: forecast: pipeline, 4 stages, 320 samples/s" in planned_for.stderr
+    assert read_run(kept.last_run()).strategy == "pipeline"
+    assert nearlinear_run("-n", "3", "train.py").stdout == "[0] None\n"  # nothing was planned for three
+    for asked in (("--strategy", "data"), ()):  # whoever asks for something gets it
+        run = nearlinear_run("-n", "4", *asked, "train.py", SCRIPT="auto" if asked else "data")
+        assert run.stdout.startswith("[0] data parallel")
+        assert "nearlinear: forecast: data, 213.3 samples/s" in run.stderr
+    counted = nearlinear_run("-n", "4", "--stages", "2", "train.py")
+    assert counted.stdout.startswith("[0] pipeline, 2 stages, four microbatches per stage")
+    failed = nearlinear_run("-n", "4", "train.py", FAIL="1")
+    assert failed.stderr.splitlines()[-1] == (
+        "nearlinear: hint: it trained by pipeline, 4 stages, as planned; --strategy data has the whole model "
+        "on every rank"
+    )
 
 
 @pytest.mark.parametrize(

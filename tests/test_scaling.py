@@ -15,6 +15,7 @@ from nearlinear.core.catalogue import parse_cluster
 from nearlinear.core.cluster import Cluster, Crowd, Device, Exchange, Island, Link
 from nearlinear.core.forecast import Forecast, Point
 from nearlinear.core.graph import Graph, Operator, Tensor
+from nearlinear.core.plan import Plan
 from nearlinear.core.schedule import one_f_one_b
 from nearlinear.errors import InputError
 from nearlinear.measure.crowds import within_cores
@@ -27,7 +28,7 @@ from nearlinear.planning.overlap import Message
 from nearlinear.planning.pipelines import Pipelines
 from nearlinear.planning.roofline import roofline
 from nearlinear.planning.rounds import LONGEST, interval
-from nearlinear.planning.scaling import counts, forecast, stopping_point
+from nearlinear.planning.scaling import counts, forecast, runnable, stopping_point
 from nearlinear.planning.simulate import Work as StageWork
 from nearlinear.planning.simulate import in_buckets, simulate
 from nearlinear.planning.strategies import SENT, predict, with_band
@@ -313,6 +314,37 @@ def test_a_forecast_without_one_device_or_with_a_foreign_stop_is_refused():
 
 
 # Choices
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_runnable_ways_are_those_that_a_run_can_be_asked_for(copies: bool):
+    work = Work(row(weights=4e7, moved=1e4, samples=1), batch=64)
+    for bandwidth, best in ((1e8, "pipeline"), (1e12, "data")):
+        planner = Planner(work, machines(4, 1e-5, bandwidth), copies=copies)
+        points = runnable(planner, (1, 2, 4))
+        assert next(each.plan.strategy for each in points if each.plan and each.devices == 4) == best
+        for each in points:
+            assert each.plan is not None
+            if each.plan.strategy == "pipeline":
+                assert each.plan.microbatches is not None and "all forward first" in each.way
+                assert each.devices % each.plan.stages_on(each.devices) == 0
+                assert copies or each.plan.stages == each.devices
+        assert points[0].way == "alone"
+        assert [Point.from_dict(dataclasses.asdict(each)) for each in points] == list(points)
+
+
+def test_what_no_run_can_be_asked_for():
+    group = Group(1, 0.1, 0.0, 0.0, 0.0, 0.0)
+    ways = {
+        "pieces of a share": Way("data", 4, microbatches=2),
+        "two devices for one stage": Way("pipeline", 3, (dataclasses.replace(group, replicas=2), group), eager=True),
+        "stages next to their copies": Way("pipeline", 4, (group, group), copies=2, along=False, eager=True),
+        "passes in turn": Way("pipeline", 2, (group, group), microbatches=4),
+        "machines that are not started together": Way("local", 2),
+    }
+    assert {name: way.plan() for name, way in ways.items()} == dict.fromkeys(ways)
+    staged = Way("pipeline", 4, (group, group), copies=2, microbatches=8, eager=True)
+    assert staged.plan() == Plan("pipeline", stages=2, microbatches=8)
 
 
 def test_the_link_at_which_the_runner_up_wins_is_where_it_wins():

@@ -57,9 +57,10 @@ def distribute(
         loaders: ``DataLoader``s; each process gets its share of every batch, the batch size stays that of the whole.
             Data that the script shards itself is not handed over. For a loop of one's own over a Keras model,
             ``tf.data.Dataset``s of batches; others come back in their place.
-        strategy: ``"auto"`` (``"data"``), ``"data"``, ``"sharded"``, ``"pipeline"``, or a ``Plan``. ``"local"`` (the
-            model's replicas train apart and are averaged once a round, over the Internet) changes the numbers and is
-            never chosen by itself.
+        strategy: ``"data"``, ``"sharded"``, ``"pipeline"``, or a ``Plan``. ``"auto"``: the one that `nearlinear plan`
+            found best for this script and as many processes here; without a plan ``"data"``, or in PyTorch what fits
+            into memory. ``"local"`` (the model's replicas train apart and are averaged once a round, over the
+            Internet) changes the numbers and is never chosen by itself.
         weight: ``weight(batch)``: what a share counts for in the loss's mean; by default its number of samples (for a
             loss that is a mean over tokens: its number of tokens). ``"sum"``: the loss is part of one sum, normalised
             by the script, and gradients are added.

@@ -52,7 +52,7 @@ def optimizer_of_another_model() -> None:
 def parameters_on_the_meta_device() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4))
-    nl.distribute(model)
+    nl.distribute(model, strategy="data")
 
 
 @refusal("0.weight has no shape yet (a lazy layer)")

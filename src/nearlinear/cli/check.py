@@ -10,10 +10,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from nearlinear.cli.run import add_counts, asked_for
+from nearlinear.cli.run import add_counts, asked_for, planned
 from nearlinear.cli.status import status
 from nearlinear.core.plan import EXACT
 from nearlinear.errors import InputError
+from nearlinear.observe import kept
 from nearlinear.testing.equivalence import Comparison, RunError, equivalent
 from nearlinear.units import parse_seconds
 
@@ -59,7 +60,7 @@ def check(options: argparse.Namespace) -> int:
                 n=options.n,
                 steps=options.steps,
                 float64=options.float64,
-                env=asked_for(options),
+                env=asked_for(options) | planned(kept.planned(script), options.n),
                 timeout_s=options.timeout,
                 say=say,
             )

@@ -36,7 +36,7 @@ from nearlinear.observe.page import Bar, Content, Figure, Split, Stage, Timeline
 from nearlinear.planning.batch import NoiseScale, noise_scale
 from nearlinear.planning.choice import Choice, Planner
 from nearlinear.planning.roofline import roofline
-from nearlinear.planning.scaling import SHARE, forecast
+from nearlinear.planning.scaling import SHARE, forecast, runnable
 from nearlinear.planning.timeline import timeline
 from nearlinear.planning.ways import Way, Work
 from nearlinear.runtime.environment import usable_cores
@@ -174,6 +174,7 @@ class _Found:
     choice: Choice
     forecast: Forecast
     noise: NoiseScale | str
+    ways: tuple[Point, ...]  # that a run here may be asked for
 
 
 def _cluster(text: str | None, say: Callable[[str], None]) -> tuple[Cluster, Cluster | None]:
@@ -278,16 +279,21 @@ def _planned(
         work = dataclasses.replace(
             work, graph=graph, reference=device, launch=started * LAUNCH_S, spread=ROOFLINE_SPREAD
         )
-    strategies = (*EXACT, *(("local",) if options.local else ()))
+    able = (*study.strategies, "local")
+    strategies = able if options.local else study.strategies
     if options.strategy is not None:
+        if options.strategy not in able:
+            raise InputError(f"{Path(script[0]).name} cannot train by {options.strategy!r}, only by {', '.join(able)}")
         strategies = (options.strategy,)
-    planner = Planner(work, cluster, strategies, options.optimize)
+    planner = Planner(work, cluster, strategies, options.optimize, copies=study.copies)
     noise = _noise(study)
     expected = forecast(planner, noise=None if isinstance(noise, str) else noise, share=options.share)
     # Where one device is best, what two would bring is what there is to be seen.
     second = expected.points[min(1, len(expected.points) - 1)].devices
     devices = options.n or (expected.stop if expected.stop > 1 else second)
-    return _Found(script, study, cluster, work, planner.choose(devices), expected, noise)
+    numbers = sorted({*(point.devices for point in expected.points), devices})
+    ways = runnable(planner, numbers) if cluster is here else ()
+    return _Found(script, study, cluster, work, planner.choose(devices), expected, noise, ways)
 
 
 def _less(graph: Graph, launch: float) -> Graph:
@@ -332,12 +338,32 @@ def _show(found: _Found, console: Console) -> None:
     strategy = choice.winner.way.strategy
     if choice.winner.way.devices > 1 and strategy == "local":
         console.print("[dim]ask for it: nearlinear run --listen ADDRESS:PORT, and on the others what it prints[/]")
+    elif taken := _taken(found):
+        console.print(f"[dim]{taken}[/]")
     elif choice.winner.way.devices > 1 and strategy != "data":
-        console.print(f"[dim]ask for it: --strategy {strategy} (auto means data)[/]")
+        console.print(f"[dim]ask for it: {_asked(choice.winner.way)}[/]")
     if isinstance(found.noise, NoiseScale):
         console.print(_batch(found.noise, study.batch))
     else:
         console.print(f"[dim]time to a loss: {found.noise}[/]")
+
+
+def _asked(way: Way) -> str:
+    """Return the options that ask for a way, as far as there are such."""
+    plan = way.plan()
+    counts = (
+        "" if plan is None or plan.stages is None else f" --stages {plan.stages} --microbatches {plan.microbatches}"
+    )
+    return f"--strategy {way.strategy}{counts}"
+
+
+def _taken(found: _Found) -> str:
+    """Return what a run here will do without being asked for a strategy, in a sentence; empty where that is plain."""
+    devices = found.choice.winner.way.devices
+    best = next((point for point in found.ways if point.devices == devices > 1), None)
+    if best is None or best.way == "data":
+        return ""
+    return f"nearlinear run -n {devices} takes {best.way} by itself, {seconds(best.seconds)} a step"
 
 
 def _batch(noise: NoiseScale, batch: int) -> str:
@@ -440,4 +466,5 @@ def _content(found: _Found) -> Content:
         spent=tuple(Bar.of(point, _devices(point.devices)) for point in expected.points),
         reasons=choice.reasons,
         notes=(*study.notes, *([TIMELINE_NOTE] if step is not None else [])),
+        ways=found.ways,
     )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +22,7 @@ from nearlinear.launch.local import run_local
 from nearlinear.launch.outcome import Outcome
 from nearlinear.observe import kept
 from nearlinear.observe.live import Live
+from nearlinear.observe.page import Content
 from nearlinear.observe.record import Recorder, comparable
 from nearlinear.runtime.local.ticket import Ticket
 
@@ -84,6 +87,12 @@ def asked_for(options: argparse.Namespace) -> dict[str, str]:
     return {f"NEARLINEAR_{name.upper()}": str(value) for name, value in asked.items() if value is not None}
 
 
+def planned(plan: Content | None, n: int) -> dict[str, str]:
+    """Return how ``distribute`` is told what was planned for so many processes."""
+    plans = [asdict(point.plan) for point in (plan.ways if plan else ()) if point.devices == n and point.plan]
+    return {"NEARLINEAR_PLANNED": json.dumps(plans)} if plans and n > 1 else {}
+
+
 def run(options: argparse.Namespace) -> int:
     """Run the script and return the exit code.
 
@@ -141,9 +150,7 @@ def _run_here(
 ) -> int:
     live, printer, distributed = Live(sys.stderr), Printer(), False
     plan = kept.planned(script)
-    expected = comparable(plan, n, options.strategy)
-    if expected is not None:
-        _say(f"forecast: {_forecast(expected)}")
+    expected: Point | None = None
     with contextlib.ExitStack() as stack:
         record = None
         if options.record != "none":
@@ -159,8 +166,14 @@ def _run_here(
                 record.notice(line[len(_NOTICE) :].decode(errors="replace"))
 
         def on_event(event: dict[str, Any]) -> None:
-            nonlocal distributed
-            distributed = distributed or event.get("kind") == "distributed"
+            nonlocal distributed, expected
+            if event.get("kind") == "distributed" and not distributed:
+                distributed, strategy = True, event.get("strategy")
+                expected = comparable(plan, n, strategy)
+                live.clear()
+                if expected is not None:
+                    planned = f"{expected.way}, " if n > 1 else ""
+                    _say(f"forecast: {planned}{_forecast(expected)}")
             if expected is not None and event.get("kind") == "step":
                 event.setdefault("predicted_samples_per_s", expected.rate)
             live.event(event)
@@ -168,7 +181,9 @@ def _run_here(
                 record.event(event)
 
         command = [sys.executable, *script]
-        outcome = run_local(command, n, env=env, port=options.port, on_line=on_line, on_event=on_event)
+        outcome = run_local(
+            command, n, env=env | planned(plan, n), port=options.port, on_line=on_line, on_event=on_event
+        )
         live.clear()
         summary = live.summary().splitlines()
         for line in summary:
@@ -182,6 +197,8 @@ def _run_here(
             )
         if outcome.message is not None and not _explained(outcome, printer):
             _say(f"error: {outcome.message}")
+        if outcome.failure is not None and options.strategy is None and expected is not None and expected.way != "data":
+            _say(f"hint: it trained by {expected.way}, as planned; --strategy data has the whole model on every rank")
         if record is not None:
             record.end(outcome.exit_code, outcome.message)
             if summary and record.path is not None:

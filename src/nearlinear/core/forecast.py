@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
+from nearlinear.core.plan import Plan
 from nearlinear.errors import InputError
 from nearlinear.units import seconds, size
 
@@ -31,6 +33,7 @@ class Point:
         update: Seconds of the optimizer step.
         fits: Whether ``memory`` is there.
         to_loss: Time to a given loss, as a share of one device's; ``None`` where the gradients' noise is not known.
+        plan: What ``distribute`` is to be asked for; ``None`` where this is not how the runtime trains.
     """
 
     devices: int
@@ -46,6 +49,7 @@ class Point:
     update: float = 0.0
     fits: bool = True
     to_loss: float | None = None
+    plan: Plan | None = None
 
     def __post_init__(self) -> None:
         if not (self.devices >= 1 and self.samples > 0 and 0 < self.low <= self.seconds <= self.high < float("inf")):
@@ -58,6 +62,12 @@ class Point:
     def rate(self) -> float:
         """Samples per second."""
         return self.samples / self.seconds
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        """Return the point that ``dataclasses.asdict`` took apart."""
+        plan = raw.get("plan")
+        return cls(**{**raw, "plan": None if plan is None else Plan(**plan)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +168,7 @@ class Forecast:
             raw = json.loads(text)
             if raw.pop("format", None) != _FORMAT:
                 raise InputError(f"not a forecast: its format is not {_FORMAT!r}")
-            return cls(tuple(Point(**each) for each in raw.pop("points")), **raw)
+            return cls(tuple(map(Point.from_dict, raw.pop("points"))), **raw)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise InputError(f"not a forecast: {error}") from error
 

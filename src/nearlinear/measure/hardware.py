@@ -19,6 +19,11 @@ from nearlinear.runtime.environment import usable_cores
 
 NVIDIA_SMI_S = 30.0
 
+_CONTROL_GROUPS = (  # of either version: the most bytes, and those in use
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
@@ -122,10 +127,33 @@ def _processor() -> str:
 
 def _memory() -> float:
     total = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+    for limit, _ in _CONTROL_GROUPS:
         with contextlib.suppress(OSError, ValueError):  # no such file, or the word "max"
             total = min(total, float(Path(limit).read_text()))
     return total
+
+
+def free_memory(processes: int) -> float:
+    """Return the bytes of main memory that this process can still have, if as many on this machine want the same.
+
+    Args:
+        processes: This one and the others.
+    """
+    free = float("inf")
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        free = float(found[1]) * 1024 if found else free
+    for limit, used in _CONTROL_GROUPS:
+        with contextlib.suppress(OSError, ValueError):
+            free = min(free, float(Path(limit).read_text()) - float(Path(used).read_text()))
+    free /= processes
+    with contextlib.suppress(ImportError, OSError, ValueError, IndexError):
+        import resource  # not on Windows
+
+        most, pages = resource.getrlimit(resource.RLIMIT_AS)[0], Path("/proc/self/statm").read_text().split()[0]
+        if most != resource.RLIM_INFINITY:
+            free = min(free, most - float(pages) * os.sysconf("SC_PAGE_SIZE"))
+    return max(free, 0.0)
 
 
 def _gpus(env: Mapping[str, str]) -> tuple[str, ...]:

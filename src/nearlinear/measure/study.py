@@ -5,12 +5,15 @@ Each front end watches them in its own way (``study.py`` there); the planner is 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import statistics
 import time
+from collections.abc import Iterator
 
 from nearlinear.core.graph import Graph, Operator
+from nearlinear.core.plan import EXACT
 
 STEPS = 16  # optimizer steps that are watched at most
 ENOUGH = 8  # that say how noisy a batch is; watched while they take no more than PATIENCE times what they may
@@ -42,6 +45,8 @@ class Study:
         optimizer: Its class.
         norms: Squared norm of the gradient of every step watched; empty where none was kept.
         mean_norm: Squared norm of their mean.
+        strategies: That its front end trains by.
+        copies: Whether it trains several copies of a pipeline.
     """
 
     graph: Graph
@@ -57,6 +62,8 @@ class Study:
     optimizer: str
     norms: tuple[float, ...] = ()
     mean_norm: float = 0.0
+    strategies: tuple[str, ...] = EXACT
+    copies: bool = True
 
     def to_json(self) -> str:
         """Return it as a JSON object."""
@@ -68,7 +75,7 @@ class Study:
         """Return what ``to_json`` wrote."""
         raw = json.loads(text)
         raw["graph"] = Graph.from_json(json.dumps(raw["graph"]))
-        for name in ("notes", "steps", "norms"):
+        for name in ("notes", "steps", "norms", "strategies"):
             raw[name] = tuple(raw[name])
         raw["tied"] = tuple(map(tuple, raw["tied"]))
         return cls(**raw)
@@ -83,7 +90,8 @@ class Pace:
 
     def __init__(self, budget_s: float) -> None:
         self._budget_s = budget_s
-        self._marks: list[float] = []
+        self._marks: list[float] = []  # without what was spent aside
+        self._aside_s = self._began = 0.0
 
     @property
     def steps(self) -> tuple[float, ...]:
@@ -96,12 +104,22 @@ class Pace:
         Raises:
             Enough: There is nothing more to be seen.
         """
-        self._marks.append(time.perf_counter())
-        watched = len(self._marks) - 1
-        late = self._marks[-1] - self._marks[0]
+        now = time.perf_counter()
+        self._began = self._began if self._marks else now
+        self._marks.append(now - self._aside_s)
+        watched, late = len(self._marks) - 1, now - self._began
         enough = late > self._budget_s if watched >= ENOUGH else watched >= LEAST and late > PATIENCE * self._budget_s
         if watched >= STEPS or enough:
             raise Enough
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Do something that is not of the script's step."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._aside_s += time.perf_counter() - began
 
 
 def with_loop(graph: Graph, rest: float) -> Graph:

@@ -1,6 +1,7 @@
 """Turning a run into a file of JSON lines while it lasts, and such a file back into values.
 
     {"format": "nearlinear-run/1", "kind": "run", "script": ..., "processes": 2, "began": ..., "plan": {...}, ...}
+    {"kind": "strategy", "at": 2.1, "strategy": "data"}
     {"kind": "step", "at": 3.2, "step": 40, "samples_per_s": 1234.0, "waiting": 0.07}
     {"kind": "apart", "at": 3.2, "round": 12, "members": 2, "sent": 45000, "received": 50000, ...}
     {"kind": "notice", "at": 3.3, "message": "..."}
@@ -42,13 +43,17 @@ _FIRST_BYTES = 64 << 20  # a first line longer than this is no record's
 def comparable(plan: Content | None, processes: int, strategy: str | None) -> Point | None:
     """Return the point of a plan's forecast that a run can be held against.
 
-    ``None`` where the plan knows no such number of processes, or would have them share the work in another way.
+    Args:
+        plan: What was planned for the script.
+        processes: How many train it.
+        strategy: By which strategy; ``None``, or ``"auto"``: the best.
+
+    Returns:
+        The point; ``None`` where the plan knows no such number of processes, or not this strategy for them.
     """
-    if plan is None or plan.forecast is None:
-        return None
-    wanted = "data" if strategy in (None, "auto") else strategy
-    for point in plan.forecast.points:
-        if point.devices == processes and point.way.split(",")[0] in ("alone", wanted):
+    for point in () if plan is None else plan.ways:
+        assert point.plan is not None
+        if point.devices == processes and (strategy in (None, "auto", point.plan.strategy) or processes == 1):
             return point
     return None
 
@@ -78,7 +83,7 @@ class Recorder:
         say: Callable[[str], None],
     ) -> None:
         self.path: Path | None = None
-        self._say, self._ended = say, False
+        self._say, self._ended, self._named = say, False, False
         self._file: TextIO | None = None
         self._seen = self._written = self._lines = 0
         self._every = 1
@@ -99,6 +104,9 @@ class Recorder:
     def event(self, event: Mapping[str, Any]) -> None:
         """Note what a rank has sent."""
         self._apart = Apart.from_event(event) or self._apart
+        if event.get("kind") == "distributed" and "strategy" in event and not self._named:
+            self._named = True
+            self._line("strategy", strategy=event["strategy"])
         step = Step.from_event(event)
         if step is not None:
             self._last = step
@@ -234,7 +242,7 @@ class Run:
         arguments: Its arguments.
         same: Equal for runs of the same script with the same arguments.
         processes: How many.
-        strategy: What was asked for on the command line.
+        strategy: By which it trained; what was asked for on the command line where it never said so.
         began: Date and time.
         hosts: The machines.
         versions: Of what it ran on, by name.
@@ -299,6 +307,8 @@ def read_run(path: Path) -> Run:
                     if kind == "step":
                         reports.append(Pace(at, int(raw["step"]), float(raw["samples_per_s"]), float(raw["waiting"])))
                         steps = max(steps, reports[-1].step)
+                    elif kind == "strategy":
+                        first["strategy"] = str(raw["strategy"])
                     elif kind == "apart":
                         apart = _standing(raw)
                     elif kind == "notice":

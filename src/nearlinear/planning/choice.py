@@ -18,6 +18,10 @@ from nearlinear.units import bandwidth, seconds, size
 LEVEL = 1.02
 """Step times closer than this are level: no forecast of ours tells them apart."""
 
+SURE = 1.3
+"""A run is not asked to train in a less simple way that the forecast finds less than this much faster: the worst of our
+forecasts of the runtime were off by as much."""
+
 SIMPLEST = ("data", "sharded", "pipeline", "local")
 
 _FARTHEST = 1024.0
@@ -49,6 +53,7 @@ class Planner:
         cluster: On what.
         strategies: Which to consider; ``"local"`` changes the numbers and is only considered when named.
         optimize: ``"speed"``, or ``"memory"``: what needs least on the fullest device comes first.
+        copies: Whether there may be several copies of a pipeline.
     """
 
     def __init__(
@@ -57,13 +62,16 @@ class Planner:
         cluster: Cluster,
         strategies: Sequence[str] = ("data", "sharded", "pipeline"),
         optimize: str = "speed",
+        *,
+        copies: bool = True,
     ) -> None:
         unknown = [each for each in strategies if each not in ("data", "sharded", "pipeline", "local")]
         if unknown or not strategies:
             raise InputError(f"unknown strategies {unknown}; choose among data, sharded, pipeline and local")
         self.work, self.cluster, self.strategies = work, cluster, tuple(strategies)
         self._optimize = optimize
-        self._pipelines = Pipelines(work, cluster)
+        self._pipelines = Pipelines(work, cluster, copies=copies)
+        self._all: dict[int, list[Candidate]] = {}
         self._ranked: dict[int, list[Candidate]] = {}
 
     def rank(self, devices: int) -> list[Candidate]:
@@ -76,28 +84,48 @@ class Planner:
             InputError: ``devices`` is below 1 or above the number of devices.
         """
         if devices not in self._ranked:
-            self._ranked[devices] = self._rank(devices)
+            self._ranked[devices] = self._rank(self._found(devices), devices)
         return self._ranked[devices]
 
-    def _rank(self, devices: int) -> list[Candidate]:
-        cluster = self.cluster.first(devices)
-        network = Network(cluster)
-        found = self._plain(devices, network)
-        if devices > 1 and "pipeline" in self.strategies:
-            found += [predict(way, self.work, network) for way in self._pipelines.ways(devices)]
+    def runnable(self, devices: int) -> list[Candidate]:
+        """Return the best of each strategy that ``distribute`` can be asked for (``Way.plan``), in a similar order.
+
+        First comes the simplest that is not slower than the fastest by more than ``SURE``.
+
+        Raises:
+            InputError: As of ``rank``.
+        """
+        best: dict[str, Candidate] = {}
+        runnable = [each for each in self._found(devices) if each.way.plan() is not None]
+        for each in self._rank(runnable, devices, SURE):
+            best.setdefault(each.way.strategy, each)
+        return list(best.values())
+
+    def _found(self, devices: int) -> list[Candidate]:
+        """Return all candidates."""
+        if devices not in self._all:
+            network = Network(self.cluster.first(devices))
+            found = self._plain(devices, network)
+            if devices > 1 and "pipeline" in self.strategies:
+                found += [predict(way, self.work, network) for way in self._pipelines.ways(devices)]
+            self._all[devices] = found
+        return self._all[devices]
+
+    def _rank(self, found: Sequence[Candidate], devices: int, level: float = LEVEL) -> list[Candidate]:
         best: dict[tuple[str, int, bool], Candidate] = {}
         for each in sorted(found, key=_order):
             best.setdefault((each.way.strategy, len(each.way.groups), each.way.along), each)
-        return [with_band(each, self.work, cluster) for each in self._sorted(best.values())]
+        cluster = self.cluster.first(devices)
+        return [with_band(each, self.work, cluster) for each in self._sorted(best.values(), level)]
 
-    def _sorted(self, found: Iterable[Candidate]) -> list[Candidate]:
+    def _sorted(self, found: Iterable[Candidate], level: float = LEVEL) -> list[Candidate]:
         """Return the candidates, the one to choose first."""
         if self._optimize == "memory":
             return sorted(found, key=lambda each: (not each.fits, each.memory, each.seconds))
         ranked = sorted(found, key=_order)
-        level = [each for each in ranked if each.fits and each.seconds <= LEVEL * ranked[0].seconds]
-        if level:
-            simplest = min(level, key=lambda each: (SIMPLEST.index(each.way.strategy), each.seconds))
+        alike = [each for each in ranked if each.fits and each.seconds <= level * ranked[0].seconds]
+        if alike:
+            simplest = min(alike, key=lambda each: (SIMPLEST.index(each.way.strategy), each.seconds))
             ranked.remove(simplest)
             ranked.insert(0, simplest)
         return ranked

@@ -22,10 +22,16 @@ _MANY = 1 << 20  # microbatches in Piper's formula: what the copies exchange is 
 
 
 class Pipelines:
-    """The pipelines of ``work`` on the first devices of ``cluster``; searches for stages once for all numbers."""
+    """The pipelines of ``work`` on the first devices of ``cluster``; searches for stages once for all numbers.
 
-    def __init__(self, work: Work, cluster: Cluster) -> None:
-        self.work, self.cluster = work, cluster
+    Args:
+        work: What is trained.
+        cluster: On what.
+        copies: Whether there may be several copies of a pipeline.
+    """
+
+    def __init__(self, work: Work, cluster: Cluster, *, copies: bool = True) -> None:
+        self.work, self.cluster, self._copies = work, cluster, copies
         inside = [len(island.devices) for island in cluster.islands]
         # Which devices are neighbours matters where some are nearer to each other than others.
         self._layouts = (True, False) if len(inside) > 1 and (max(inside) > 1 or cluster.pairs) else (True,)
@@ -38,7 +44,7 @@ class Pipelines:
         for per_copy in range(2, min(devices, LARGEST) + 1):
             copies = devices // per_copy
             share = self.work.samples(devices) // copies
-            if devices % per_copy or not share:
+            if devices % per_copy or not share or (copies > 1 and not self._copies):
                 continue
             for groups in self._stages(per_copy, share / per_copy):
                 widest = max(group.replicas for group in groups)

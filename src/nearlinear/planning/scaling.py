@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from nearlinear.core.cluster import Cluster
 from nearlinear.core.forecast import Forecast, Point
@@ -44,6 +44,17 @@ def forecast(planner: Planner, *, noise: NoiseScale | None = None, share: float 
     stop = stopping_point(list(winners), gains, share, [point.fits for point in points])
     reason = _reason(points, gains, stop, share, planner.cluster)
     return Forecast(points, stop, reason, f"{planner.work.graph.name} on {planner.cluster}")
+
+
+def runnable(planner: Planner, devices: Iterable[int]) -> tuple[Point, ...]:
+    """Return what to expect of every strategy that ``distribute`` can be asked for, the best first for each number.
+
+    Args:
+        planner: Knows what is trained and on what.
+        devices: Numbers of devices.
+    """
+    one = planner.rank(1)[0]
+    return tuple(_point(each, one, None) for number in devices for each in planner.runnable(number))
 
 
 def counts(cluster: Cluster) -> list[int]:
@@ -118,6 +129,7 @@ def _point(found: Candidate, one: Candidate, noise: NoiseScale | None) -> Point:
         found.update,
         found.fits,
         to_loss,
+        found.way.plan(),
     )
 
 

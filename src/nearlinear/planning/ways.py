@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from nearlinear.core.cluster import Device
 from nearlinear.core.graph import Graph
+from nearlinear.core.plan import Plan
 from nearlinear.errors import InputError
 from nearlinear.planning.exchange import Network
 
@@ -143,7 +144,7 @@ class Way:
         copies: Copies of the whole pipeline.
         microbatches: Pieces that a device's (or a pipeline's) share of the batch is cut into.
         along: Whether a pipeline's devices are neighbours; otherwise those of a stage are.
-        eager: Whether a pipeline runs all forward passes before the first backward pass.
+        eager: Whether a pipeline runs all forward passes before the first backward pass, as under a plain loop.
     """
 
     strategy: str
@@ -153,6 +154,25 @@ class Way:
     microbatches: int = 1
     along: bool = True
     eager: bool = False
+
+    def plan(self) -> Plan | None:
+        """Return what ``distribute`` is to be asked for under a plain loop; ``None`` where it does not train this way.
+
+        It does not where several devices share a stage, or a batch is to be cut into pieces that the loop does not cut
+        it into.
+
+        Example:
+            >>> Way("sharded", 4).plan().strategy, Way("data", 4, microbatches=2).plan()
+            ('sharded', None)
+        """
+        if self.strategy == "local":
+            return None  # its machines are not started together
+        if self.strategy != "pipeline":
+            return Plan(self.strategy) if self.microbatches == 1 else None
+        alone = all(group.replicas == 1 for group in self.groups)
+        if not (alone and self.eager and (self.along or self.copies == 1)):
+            return None
+        return Plan("pipeline", stages=len(self.groups), microbatches=self.microbatches)
 
     def __str__(self) -> str:
         if self.devices == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import socket
 from collections.abc import Mapping
@@ -112,8 +113,14 @@ def world_from(env: Mapping[str, str] = os.environ) -> World:
     return World(rank, size, local_rank, local_size, address, port)
 
 
-def plan_asked_for(strategy: str | Plan) -> Plan:
+def plan_asked_for(strategy: str | Plan) -> Plan | None:
     """Return what a script's ``strategy=`` and the command line ask for together; the command line wins.
+
+    Where `nearlinear plan` was asked before, the launcher tells the best plan of each strategy, the best of all
+    first (``NEARLINEAR_PLANNED``): ``"auto"`` is that one, and ``"pipeline"`` has the stages and microbatches planned.
+
+    Returns:
+        The plan; ``None`` where the way is left open and nobody has planned it.
 
     Raises:
         InputError: There is no such strategy, or it has not what is asked of it.
@@ -125,9 +132,11 @@ def plan_asked_for(strategy: str | Plan) -> Plan:
     name = asked or strategy
     if name != "auto" and name not in STRATEGIES:
         raise InputError(f"unknown strategy {name!r}; choose one of: auto, {', '.join(STRATEGIES)}, or a Plan")
-    if name == "auto":
-        name = "pipeline" if counts else "data"
-    return Plan(str(name), **counts)
+    if counts:
+        return Plan("pipeline" if name == "auto" else str(name), **counts)
+    planned = [Plan(**each) for each in json.loads(os.environ.get("NEARLINEAR_PLANNED", "[]"))]
+    found = next((each for each in planned if name in ("auto", each.strategy)), None)
+    return found if found is not None or name == "auto" else Plan(str(name))
 
 
 def _count(name: str) -> int | None:

@@ -29,7 +29,7 @@ def distribute(
     weight: Callable[[Any], Any] | str | None,
 ) -> list[Any]:
     """Hook the objects into the run, in place; return them. ``nearlinear.distribute`` documents the arguments."""
-    plan = plan_asked_for(strategy)
+    plan = plan_asked_for(strategy) or Plan()
     far = apart(plan)
     if far and world_from().size > 1:
         raise InputError(
@@ -69,9 +69,9 @@ def distribute(
             training.replicas.begin()
     facts = {"rank": session.rank, "world_size": session.size}
     first = optimizers[0] if optimizers else None
-    what = {"front_end": "tensorflow", "model": model, "optimizer": first, "notes": [], "compress": plan.compress}
+    what = {"front_end": "tensorflow", "model": model, "optimizer": first, "notes": [], "plan": plan}
     events.publish("distributed", **facts, **what)
-    events.send_to_launcher("distributed", **facts)
+    events.send_to_launcher("distributed", strategy=plan.strategy, **facts)
     returned = [SharedDataset(each, session) for each in loaders]
     return [each for each in (model, optimizer) if each is not None] + returned
 

@@ -87,6 +87,8 @@ class Watch:
             optimizer=type(self._optimizer).__name__,
             norms=tuple(self._norms),
             mean_norm=mean_norm,
+            strategies=("data", "pipeline"),
+            copies=False,
         )
 
     # ---- hooks
@@ -96,6 +98,10 @@ class Watch:
             self._model, self._optimizer = event["model"], event["optimizer"]
 
     def _on_gradients(self, event: dict[str, Any]) -> None:
+        with self._pace.aside():
+            self._note_gradients(event)
+
+    def _note_gradients(self, event: dict[str, Any]) -> None:
         found = {name: np.asarray(each, np.float64) for name, each in event["gradients"]()}
         if sum(each.size for each in found.values()) > NOISE_PARAMETERS:
             return

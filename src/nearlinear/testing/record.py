@@ -253,7 +253,7 @@ class Recorder:
     def _on_distributed(self, event: dict[str, Any]) -> None:
         self._front_end, self._front = event["front_end"], _recording(event["front_end"])
         self._models.append(event["model"])
-        self._compress = self._compress or event["compress"]
+        self._compress = self._compress or event["plan"].compress
         self._streams = self._fingerprints()
         arrays = {
             f"parameter/{number}/{name}": array

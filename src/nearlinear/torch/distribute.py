@@ -23,6 +23,7 @@ from nearlinear.runtime.local.island import apart
 from nearlinear.torch import batchnorm
 from nearlinear.torch.collectives import Group
 from nearlinear.torch.data import require_same_batches, require_shareable, share_out
+from nearlinear.torch.fitting import fitting
 from nearlinear.torch.local import IslandSession
 from nearlinear.torch.metrics import mean, total
 from nearlinear.torch.reducer import Reducer
@@ -61,13 +62,15 @@ def distribute(
 ) -> None:
     """Hook the objects into the run, in place. ``nearlinear.distribute`` documents the arguments."""
     install_excepthook()
-    plan = plan_asked_for(strategy)
+    asked = plan_asked_for(strategy)
     if isinstance(optimizer, torch.optim.Optimizer):
         renew(optimizer)  # it may be the second one of a model that is sharded already
-    _check(model, optimizer, weight, meta=plan.strategy == "pipeline" and world_from().size > 1)
+    meta = asked is None or asked.strategy == "pipeline"
+    _check(model, optimizer, weight, meta=meta and world_from().size > 1)
     named = _named_parameters(model, optimizer)
     device = next((each.device for _, each in named if not each.is_meta), torch.device("cpu"))
-    session = start(device, IslandSession) if apart(plan) else start(device)
+    session = start(device, IslandSession) if asked is not None and apart(asked) else start(device)
+    plan = fitting(named, optimizer, session) if asked is None else asked
     # The processes of one member of a run over the Internet train among themselves as under strategy `data`.
     within = Plan("data", check_every=plan.check_every) if isinstance(session, IslandSession) else plan
     number = session.models
@@ -105,9 +108,9 @@ def distribute(
     if isinstance(session, IslandSession):
         session.attach(model, optimizer)
     facts = {"rank": session.rank, "world_size": session.size}
-    what = {"front_end": "torch", "model": model, "optimizer": optimizer, "notes": notes, "compress": plan.compress}
+    what = {"front_end": "torch", "model": model, "optimizer": optimizer, "notes": notes, "plan": plan}
     events.publish("distributed", **facts, **what)
-    events.send_to_launcher("distributed", **facts)
+    events.send_to_launcher("distributed", strategy=plan.strategy, **facts)
 
 
 def _check(model: Any, optimizer: Any, weight: Any, *, meta: bool) -> None:

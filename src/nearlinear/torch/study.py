@@ -20,6 +20,7 @@ from nearlinear.errors import InputError
 from nearlinear.measure.study import LEAST, NOISE_PARAMETERS, Pace, Study, spread, with_loop
 from nearlinear.torch.capture import Captured, capture
 from nearlinear.torch.capture.batch import Call
+from nearlinear.torch.fitting import kept_per_parameter
 from nearlinear.torch.profile import Profile, profile, time_passes
 from nearlinear.torch.session import current
 
@@ -112,7 +113,7 @@ class Watch:
         session = current()
         self._samples = session.batch.samples if session is not None and session.batch is not None else 0
         _say("capturing the model")
-        self._captured = capture(model, args, kwargs)
+        self._captured = capture(model, args, kwargs, optimizer_state=kept_per_parameter(self._optimizer))
         _say(f"captured by {self._captured.rung}; timing its parts")
         self._profile = profile(
             model, args, kwargs, optimizer=self._optimizer, captured=self._captured, budget=self._budget_s
@@ -124,6 +125,10 @@ class Watch:
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._busy or optimizer is not self._optimizer or self._captured is None:
             return
+        with self._pace.aside():
+            self._note_gradients(optimizer)
+
+    def _note_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if any(each.is_sparse for each in gradients) or sum(each.numel() for each in gradients) > NOISE_PARAMETERS:
             return

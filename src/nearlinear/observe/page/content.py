@@ -234,6 +234,8 @@ class Content:
         compared: Forecast against measurement.
         reasons: Why the plan won, sentence by sentence.
         notes: What else should be known.
+        ways: What to expect of every strategy that a run may be asked for, the best first for each number of processes;
+            not shown, but what a run is held against.
     """
 
     title: str
@@ -250,6 +252,7 @@ class Content:
     compared: tuple[Comparison, ...] = ()
     reasons: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    ways: tuple[Point, ...] = ()
 
     def to_json(self) -> str:
         """Return the content as a JSON object."""
@@ -287,7 +290,8 @@ class Content:
             if "forecast" in raw:
                 found["forecast"] = Forecast.from_json(json.dumps(raw.pop("forecast")))
             if "expected" in raw:
-                found["expected"] = Point(**raw.pop("expected"))
+                found["expected"] = Point.from_dict(raw.pop("expected"))
+            found["ways"] = tuple(map(Point.from_dict, raw.pop("ways", ())))
             if "split" in raw:
                 split = raw.pop("split")
                 found["split"] = Split(Graph.from_json(json.dumps(split["graph"])), tuple(split["stage"]))

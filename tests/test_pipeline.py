@@ -18,6 +18,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nearlinear.core.plan import Plan
+
 from conftest import TESTS, names_in, run
 
 EVERYWHERE = names_in("pipeline/cases.py", "case")
@@ -41,7 +43,18 @@ QUICK = (
     "autocast_to_bfloat16",
 )
 
-Key = tuple[int, int, tuple[str, ...]]  # processes, stages, and the names of the cases
+# Of every kind of thing that a pass run again must not do twice: write buffers, draw, cast, add to gradients.
+AGAIN = (
+    "a_loss_function_whose_calls_are_unlike",
+    "accumulation_clipping_and_a_scheduler",
+    "frozen_unused_and_ignored",
+    "buffers_that_count",
+    "batch_norm_with_one_microbatch",
+    "autocast_to_bfloat16",
+    "dropout",
+)
+
+Key = tuple[int, Plan, tuple[str, ...]]  # processes, how they train, and the names of the cases
 
 
 class Runs:
@@ -63,8 +76,8 @@ class Runs:
                 self._under_way[key] = self.pool.submit(self._run, key, self._make_folder())
 
     def _run(self, key: Key, folder: Path) -> tuple[Path, str]:
-        processes, stages, names = key
-        words = [str(folder), str(stages), "2" if names == QUICK else "5", *names]
+        processes, plan, names = key
+        words = [str(folder), plan.to_json(), "2" if names in (QUICK, AGAIN) else "5", *names]
         result: subprocess.CompletedProcess[str] = run(processes, TESTS / "pipeline/driver.py", *words, timeout_s=900)
         return folder, result.stdout + result.stderr
 
@@ -85,8 +98,12 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
         yield runs
 
 
+def pipeline(stages: int, *, recompute: bool = False) -> Plan:
+    return Plan("pipeline", stages=stages, recompute=recompute)
+
+
 def require_equal(name: str, processes: int, stages: int, names: tuple[str, ...], ran: Runs) -> None:
-    one, many = (1, 1, names), (processes, stages, names)
+    one, many = (1, pipeline(1), names), (processes, pipeline(stages), names)
     ran.begin(one, many)
     require_close(ran.noted(name, one), ran.noted(name, many), LIMITS.get(name, 1e-10))
 
@@ -107,6 +124,25 @@ def require_close(one: Mapping[str, np.ndarray], many: Mapping[str, np.ndarray],
 @pytest.mark.parametrize("name", QUICK)
 def test_two_stages_have_the_numbers_of_one_process(name: str, ran: Runs) -> None:
     require_equal(name, 2, 2, QUICK, ran)
+
+
+def require_equal_again(name: str, names: tuple[str, ...], ran: Runs) -> None:
+    kept, again = ((2, pipeline(2, recompute=each), names) for each in (False, True))
+    ran.begin(kept, again)
+    require_close(ran.noted(name, kept), ran.noted(name, again), LIMITS.get(name, 1e-10))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", AGAIN)
+def test_activations_made_again_are_the_same(name: str, ran: Runs) -> None:
+    require_equal_again(name, AGAIN, ran)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", [*EVERYWHERE, *WHOLE])
+def test_in_any_case_activations_made_again_are_the_same(name: str, ran: Runs) -> None:
+    require_equal_again(name, (*EVERYWHERE, *WHOLE), ran)
 
 
 @pytest.mark.full
@@ -142,7 +178,7 @@ def test_families_of_transformers_have_the_numbers_of_one_process(name: str, sta
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_dropout_draws_the_same_wherever_the_cuts_are(ran: Runs) -> None:
-    two, three = (ran.noted("dropout", (stages, stages, ("dropout",))) for stages in (2, 3))
+    two, three = (ran.noted("dropout", (stages, pipeline(stages), ("dropout",))) for stages in (2, 3))
     require_close(two, three, 1e-10)
-    one = ran.noted("dropout", (1, 1, ("dropout",)))
+    one = ran.noted("dropout", (1, pipeline(1), ("dropout",)))
     assert one["0 loss"] != two["0 loss"]  # it does draw, and other numbers: this is said at the start

@@ -333,6 +333,25 @@ def test_runnable_ways_are_those_that_a_run_can_be_asked_for(copies: bool):
         assert [Point.from_dict(dataclasses.asdict(each)) for each in points] == list(points)
 
 
+def test_a_pipeline_makes_activations_again_where_they_do_not_fit():
+    work = Work(row(kept=1e9), batch=64)  # 8 GB for 8 samples of the whole model
+    for memory, again in ((1e12, False), (5e9, True)):
+        points = {each.plan.strategy: each for each in runnable(Planner(work, machines(4, memory=memory)), (4,))}
+        staged = points["pipeline"]
+        assert staged.fits and staged.plan is not None and staged.plan.recompute is again
+        assert ("recomputed" in staged.way) is again
+        assert points["data"].fits is not again if "data" in points else again
+        if again:
+            assert next(iter(points)) == "pipeline"
+            kept = predict(dataclasses.replace(staged_way(work, memory), recompute=False), work, machines(4))
+            assert staged.memory < kept.memory and kept.seconds < staged.seconds < 1.4 * kept.seconds
+
+
+def staged_way(work: Work, memory: float) -> Way:
+    found = Planner(work, machines(4, memory=memory)).runnable(4)
+    return next(each.way for each in found if each.way.strategy == "pipeline")
+
+
 def test_what_no_run_can_be_asked_for():
     group = Group(1, 0.1, 0.0, 0.0, 0.0, 0.0)
     ways = {

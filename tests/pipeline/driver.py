@@ -29,9 +29,9 @@ def families() -> dict[str, Any]:
     return FAMILIES
 
 
-def main(folder: str, stages: int, steps: int, names: list[str]) -> None:
+def main(folder: str, plan: str, steps: int, names: list[str]) -> None:
     torch.set_default_dtype(torch.float64)
-    cases.plan, cases.steps_each = nl.Plan("pipeline", stages=stages), steps
+    cases.plan, cases.steps_each = nl.Plan.from_json(plan), steps
     cuts._PROFILE_S = 0.1  # where the cuts are does not matter here
     failed = []
     for name in names:
@@ -67,4 +67,4 @@ def main(folder: str, stages: int, steps: int, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:] or list(CASES))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:] or list(CASES))

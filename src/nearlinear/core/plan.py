@@ -31,7 +31,8 @@ class Plan:
         check_every: Optimizer steps between two comparisons of the replicas' parameters.
         stages: Stages of a pipeline; S stages on N ranks are N / S replicas of it. ``None``: as many as ranks.
         microbatches: Pieces of a batch in a pipeline; ``None``: four per stage, of two samples at least.
-
+        recompute: A pipeline keeps of a microbatch only what enters its stages, and runs them again before the backward
+            pass: about a third more computing, for the activations of one microbatch instead of all.
         every: Steps per round of ``"local"``; ``None`` chooses them from the measured link.
 
     Raises:
@@ -48,6 +49,7 @@ class Plan:
     check_every: int = 100
     stages: int | None = None
     microbatches: int | None = None
+    recompute: bool = False
     every: int | None = None
 
     def __post_init__(self) -> None:
@@ -68,6 +70,12 @@ class Plan:
             if value is not None and value < 1:
                 raise InputError(f"{name} is {value}; it must be at least 1")
 
+        if self.recompute and self.strategy != "pipeline":
+            raise InputError(
+                f"recompute is for pipelines, and the strategy is {self.strategy!r}; use torch.utils.checkpoint in "
+                "the model"
+            )
+
     def __str__(self) -> str:
         if self.strategy == "local":
             rounds = f"rounds of {self.every} steps" if self.every else "rounds as long as the measured link asks for"
@@ -76,7 +84,8 @@ class Plan:
         if self.strategy == "pipeline":
             stages = f"{self.stages} stages" if self.stages else "one stage per rank"
             micro = f"{self.microbatches} microbatches" if self.microbatches else "four microbatches per stage"
-            return f"pipeline, {stages}, {micro}, {compared}"
+            again = "activations made again, " if self.recompute else ""
+            return f"pipeline, {stages}, {micro}, {again}{compared}"
         if self.strategy == "sharded":
             return f"sharded parameters, {compared}"
         wire = "bf16 on the wire, " if self.compress else ""

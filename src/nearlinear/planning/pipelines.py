@@ -51,9 +51,10 @@ class Pipelines:
                 layouts = self._layouts if copies * widest > 1 else (True,)
                 for count in sorted({min(len(groups) * widest * factor, share) for factor in _PIECES}):
                     found += [
-                        Way("pipeline", devices, groups, copies, count, along, eager)
+                        Way("pipeline", devices, groups, copies, count, along, eager, again)
                         for along in layouts
-                        for eager in (False, True)
+                        for eager, again in ((False, False), (True, False), (True, True))
+                        if not again or self._tight(share / per_copy)
                     ]
         return found
 
@@ -110,14 +111,24 @@ class Pipelines:
     def _stages(self, per_copy: int, share: float) -> list[tuple[Group, ...]]:
         """Return stages for ``per_copy`` devices that have ``share`` samples each: one device each, and several."""
         largest = max(share, 1.0) / self.work.graph.samples
-        state, kept = self.work.state_bytes, self.work.activation_bytes
         memory = min(device.memory for device in self.cluster.devices)
-        # Where memory is no matter one search does for all sizes of microbatches; else it is for the smallest of them.
-        roomy = state + kept * largest * LARGEST <= memory
-        size = 0.0 if roomy else 4.0 ** math.floor(math.log2(largest / _PIECES[-1]) / 2)
+        # Where memory is no matter one search does for all sizes of microbatches; else another is for the smallest.
+        found = self._cuts(per_copy, 0.0, math.inf)
+        if self._tight(share):
+            size = 4.0 ** math.floor(math.log2(largest / _PIECES[-1]) / 2)
+            found = sorted({*found, *self._cuts(per_copy, size, memory)}, key=len)
+        return found
+
+    def _tight(self, share: float) -> bool:
+        """Whether memory may decide how the stages are cut."""
+        kept = self.work.activation_bytes * max(share, 1.0) / self.work.graph.samples
+        return self.work.state_bytes + kept * LARGEST > min(device.memory for device in self.cluster.devices)
+
+    def _cuts(self, per_copy: int, size: float, memory: float) -> list[tuple[Group, ...]]:
+        """Return stages for microbatches ``size`` times the graph's (0: any) on devices with so much memory."""
         if (size, per_copy) not in self._found:
             if size not in self._searched:
-                self._searched[size] = self._search(size or 1.0, math.inf if roomy else memory)
+                self._searched[size] = self._search(size or 1.0, memory)
             layers, tables = self._searched[size]
             plans = [table.stages(per_copy) for table in tables]
             found = {self._grouped(each, layers, size or 1.0) for each in plans if each is not None and len(each) > 1}
@@ -168,5 +179,5 @@ class Pipelines:
             label = first if first == last else f"{first.split(' ... ')[0]} ... {last.split(' ... ')[-1]}"
             inside = tuple(each for layer in stage.layers for each in layers.layers[layer].operators)
             sums = (stage.replicas, compute, leaving[number], parameters, state, kept, update)
-            groups.append(Group(*sums, label, inside))
+            groups.append(Group(*sums, label, inside, bool(stage.recomputed)))
         return tuple(groups)

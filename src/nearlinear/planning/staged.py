@@ -23,6 +23,8 @@ def pipeline(way: Way, work: Work, network: Network) -> Candidate:
                                          trip to the end (sum t + 2 sum c from there on) over its microbatches in flight
 
     The first keeps the activations of all microbatches, the second of those in flight, for which it pays each move.
+    Where activations are made again, a stage keeps what enters it of each microbatch, and all of one; its backward pass
+    takes a forward pass longer.
     """
     where = _places(way)
     micro = math.ceil(work.samples(way.devices) / way.copies) / way.microbatches
@@ -30,25 +32,29 @@ def pipeline(way: Way, work: Work, network: Network) -> Candidate:
     # Stages whose copies lie on several islands share those islands' links when they add up their gradients.
     sharing = Counter(island for each in map(network.islands, where) if len(each) > 1 for island in each)
     row, memory, updates, sums, fits = _Row([], [], [], []), [], [], [], True
+    forward = work.forward / (work.forward + work.backward) if work.forward + work.backward else 0.5
+    longer = 1 + forward if way.recompute else 1.0
     for number, (group, devices) in enumerate(zip(way.groups, where, strict=True)):
         slow = slowest(work, network, devices)
         later = sum(each.replicas for each in way.groups[number:])
         held = way.microbatches / group.replicas
         flight = math.ceil(held if way.eager else min(later / group.replicas, held))
         last = number == len(way.groups) - 1
-        row.compute.append(slow * (work.launch / len(way.groups) + scale * group.compute))
+        row.compute.append(slow * longer * (work.launch / len(way.groups) + scale * group.compute))
         pairs = [] if last else _pairs(devices, where[number + 1], way.copies)
         row.moves.append(network.move(pairs, group.leaving * scale))
         row.replicas.append(group.replicas)
         row.flight.append(flight * group.replicas)
-        memory.append(group.state_bytes + group.activation_bytes * scale * flight)
+        kept = group.activation_bytes * flight
+        if way.recompute:
+            kept = group.activation_bytes + (way.groups[number - 1].leaving * flight if number else 0.0)
+        memory.append(group.state_bytes + kept * scale)
         fits = fits and all(memory[-1] <= device.memory for device in network.kinds(devices))
         updates.append(slow * group.update)
         flows = max(sharing[each] for each in network.islands(devices))
         sums.append(network.all_reduce(devices, group.parameter_bytes, work.algorithms, max(flows, 1)))
-    forward = work.forward / (work.forward + work.backward) if work.forward + work.backward else 0.5
     whole, alone = (
-        each.step(way.microbatches, way.eager, forward)
+        each.step(way.microbatches, way.eager, forward / longer)
         for each in (row, dataclasses.replace(row, moves=[0.0] * len(row.moves)))
     )
     own = way.microbatches * max(each / count for each, count in zip(row.compute, row.replicas, strict=True))

@@ -120,6 +120,7 @@ class Group:
         update: Seconds of the optimizer step.
         label: What is in it.
         operators: Positions of its operators in the graph.
+        recomputed: Whether some of them make their activations again.
     """
 
     replicas: int
@@ -131,6 +132,7 @@ class Group:
     update: float = 0.0
     label: str = ""
     operators: tuple[int, ...] = ()
+    recomputed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,7 @@ class Way:
         microbatches: Pieces that a device's (or a pipeline's) share of the batch is cut into.
         along: Whether a pipeline's devices are neighbours; otherwise those of a stage are.
         eager: Whether a pipeline runs all forward passes before the first backward pass, as under a plain loop.
+        recompute: Whether all of its stages make their activations again, microbatch by microbatch.
     """
 
     strategy: str
@@ -154,12 +157,13 @@ class Way:
     microbatches: int = 1
     along: bool = True
     eager: bool = False
+    recompute: bool = False
 
     def plan(self) -> Plan | None:
         """Return what ``distribute`` is to be asked for under a plain loop; ``None`` where it does not train this way.
 
-        It does not where several devices share a stage, or a batch is to be cut into pieces that the loop does not cut
-        it into.
+        It does not where several devices share a stage, a part of a stage makes its activations again, or a batch is to
+        be cut into pieces that the loop does not cut it into.
 
         Example:
             >>> Way("sharded", 4).plan().strategy, Way("data", 4, microbatches=2).plan()
@@ -169,10 +173,10 @@ class Way:
             return None  # its machines are not started together
         if self.strategy != "pipeline":
             return Plan(self.strategy) if self.microbatches == 1 else None
-        alone = all(group.replicas == 1 for group in self.groups)
+        alone = all(group.replicas == 1 and not group.recomputed for group in self.groups)
         if not (alone and self.eager and (self.along or self.copies == 1)):
             return None
-        return Plan("pipeline", stages=len(self.groups), microbatches=self.microbatches)
+        return Plan("pipeline", stages=len(self.groups), microbatches=self.microbatches, recompute=self.recompute)
 
     def __str__(self) -> str:
         if self.devices == 1:
@@ -183,8 +187,9 @@ class Way:
         inside = [group.replicas for group in self.groups]
         stages = f"{len(inside)} stages" if max(inside) == 1 else f"stages of {'+'.join(map(str, inside))}"
         copies = f" x {self.copies}" if self.copies > 1 else ""
+        again = ", recomputed" if self.recompute else ""
         layout = "" if self.along or self.copies * max(inside) == 1 else " across"
-        return f"pipeline{layout}, {stages}{copies}{pieces}{', all forward first' if self.eager else ''}"
+        return f"pipeline{layout}, {stages}{copies}{pieces}{', all forward first' if self.eager else ''}{again}"
 
 
 @dataclass(frozen=True, slots=True)

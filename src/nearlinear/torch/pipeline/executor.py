@@ -30,6 +30,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from nearlinear.torch.capture.batch import Call
+from nearlinear.torch.pipeline.again import Again
 from nearlinear.torch.pipeline.ahead import Ahead, Direction, Promise
 from nearlinear.torch.pipeline.draws import drawing
 from nearlinear.torch.pipeline.stages import Crossing, Split
@@ -110,7 +111,14 @@ class Executor:
         return torch.empty(shape, dtype=crossing.dtype, device=self.device)
 
     def begin(
-        self, leaves: Sequence[Any], samples: int, microbatches: int, *, training: bool, following: int = 0
+        self,
+        leaves: Sequence[Any],
+        samples: int,
+        microbatches: int,
+        *,
+        training: bool,
+        following: int = 0,
+        recompute: bool = False,
     ) -> Run:
         """Return a run over one batch; at most one microbatch for every two samples.
 
@@ -120,9 +128,10 @@ class Executor:
             microbatches: Into how many it is cut.
             training: Whether a backward pass follows.
             following: Samples of the run that will come after it, as far as can be told; 0: none.
+            recompute: Whether a backward pass begins with the forward pass once more.
         """
         count = max(1, min(microbatches, samples // 2)) if self.split.microbatches else 1
-        return Run(self, leaves, parts(samples, count), training=training, following=following)
+        return Run(self, leaves, parts(samples, count), training=training, following=following, recompute=recompute)
 
 
 def parts(samples: int, microbatches: int) -> list[tuple[int, int]]:
@@ -173,10 +182,17 @@ def in_order(call: Call, spec: pytree.TreeSpec) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Pass:
-    """What a pass through one segment leaves for its backward pass."""
+    """What a pass through one segment leaves for its backward pass.
+
+    Args:
+        inputs: What it read from other segments.
+        outputs: What it made that has gradients; of one that is to be run again, nothing.
+        again: What running it again needs.
+    """
 
     inputs: dict[str, torch.Tensor]
     outputs: dict[str, torch.Tensor]
+    again: Again | None = None
 
 
 class Run:
@@ -190,12 +206,15 @@ class Run:
         *,
         training: bool,
         following: int,
+        recompute: bool,
     ) -> None:
         self._executor, self._split, self._leaves, self._bounds = executor, executor.split, leaves, bounds
         self._following = following
         trainable = executor.state.trainable() if training else frozenset[str]()
         self.trainable = trainable
         self._training = training and bool(trainable)
+        self._recompute = recompute and self._training
+        self._drawn_by: tuple[int, ...] = ()
         # The same objects for all microbatches: optimizers and buffers are written in place.
         self._state = {
             number: [*map(executor.state, self._split.segments[number].parameters)] for number in executor.mine
@@ -226,7 +245,7 @@ class Run:
         Args:
             drawn_by: Numbers that random operators draw by (``draws.py``); none: from torch's streams.
         """
-        executor = self._executor
+        executor, self._drawn_by = self._executor, drawn_by
         entering = Ahead(executor.forwards, self._sizes, executor.split.crossings, self._following)
         returned: list[Any] = []
         with torch.set_grad_enabled(self._training):
@@ -238,24 +257,38 @@ class Run:
             for microbatch in range(len(self._bounds)):
                 for crossing, [value] in entering.take(microbatch):
                     self._values[crossing.name, microbatch] = value
-                with drawing(*drawn_by, microbatch) if drawn_by else contextlib.nullcontext():
+                with self._drawing(microbatch):
                     for number in executor.mine:
                         self._stage_forward(number, microbatch)
             if executor.last:
-                with drawing(*drawn_by, -1) if drawn_by else contextlib.nullcontext():
+                with self._drawing(-1):
                     returned = self._tail_forward()
         self._values.clear()
         return returned
 
+    def _drawing(self, microbatch: int) -> contextlib.AbstractContextManager[None]:
+        """Let random operators draw what they draw for a microbatch, however often it is run."""
+        return drawing(*self._drawn_by, microbatch) if self._drawn_by else contextlib.nullcontext()
+
     def _stage_forward(self, number: int, microbatch: int) -> None:
         executor, segment = self._executor, self._split.segments[number]
-        begin, end = self._bounds[microbatch]
         inputs = {name: self._leaf(name, self._values[name, microbatch]) for name in segment.inputs}
-        batch = [self._slice(position, begin, end) for position in segment.batch]
-        sizes = [size(each, end - begin) for each in segment.sizes]
-        made = segment.run(*self._state[number], *inputs.values(), *batch, *sizes)
-        outputs = dict(zip(segment.outputs, made, strict=True))
-        if self._training:
+        if self._recompute:
+            buffers = [
+                place
+                for place, name in enumerate(segment.parameters)
+                if number in self._split.writers.get(name, ()) and isinstance(self._state[number][place], torch.Tensor)
+            ]
+            again = Again(
+                self._state[number], buffers, [segment.parameters[each] in segment.changed for each in buffers]
+            )
+            with torch.no_grad():
+                outputs = self._made(number, microbatch, inputs)
+            again.ran()
+            self._passes[number, microbatch] = _Pass(inputs, {}, again)
+        else:
+            outputs = self._made(number, microbatch, inputs)
+        if self._training and not self._recompute:
             kept = {name: each for name, each in outputs.items() if each.requires_grad}
             self._passes[number, microbatch] = _Pass(inputs, kept)
         for name, tensor in outputs.items():
@@ -265,6 +298,14 @@ class Run:
             for reader in executor.readers(crossing):
                 assert executor.links is not None
                 executor.links.send(tensor.detach(), reader, f"the forward pass of microbatch {microbatch}")
+
+    def _made(self, number: int, microbatch: int, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Run one stage on one microbatch and return what it makes for others."""
+        segment, (begin, end) = self._split.segments[number], self._bounds[microbatch]
+        batch = [self._slice(position, begin, end) for position in segment.batch]
+        sizes = [size(each, end - begin) for each in segment.sizes]
+        made = segment.run(*self._state[number], *inputs.values(), *batch, *sizes)
+        return dict(zip(segment.outputs, made, strict=True))
 
     def _tail_forward(self) -> list[Any]:
         executor, segment = self._executor, self._split.segments[-1]
@@ -338,12 +379,17 @@ class Run:
 
     def _stage_backward(self, number: int, microbatch: int) -> None:
         done = self._passes.pop((number, microbatch))
-        pairs = [
-            (output, gradient)
-            for name, output in done.outputs.items()
-            if (gradient := self._owed.pop((name, microbatch), None)) is not None
-        ]
-        _differentiate(pairs)
+        with contextlib.nullcontext() if done.again is None else done.again.restored():
+            outputs = done.outputs
+            if done.again is not None:
+                with done.again.as_then(), self._drawing(microbatch):
+                    outputs = self._made(number, microbatch, done.inputs)
+            pairs = [
+                (output, gradient)
+                for name, output in outputs.items()
+                if output.requires_grad and (gradient := self._owed.pop((name, microbatch), None)) is not None
+            ]
+            _differentiate(pairs)
         for name, leaf in done.inputs.items():
             if leaf.grad is not None:
                 self._owe(name, microbatch, leaf.grad)

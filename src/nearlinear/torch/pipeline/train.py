@@ -113,11 +113,12 @@ class Pipeline:
         assert self._values is not None
         number = self._values.began + 1
         self._values.began_call(number)
+        kind = {"training": training, "recompute": self.plan.recompute}
         if self._pieces is None:
             executor.flush()
-            run = executor.begin(leaves, call.samples, self.microbatches, training=training)
+            run = executor.begin(leaves, call.samples, self.microbatches, **kind)
         else:
-            run = executor.begin(leaves, call.samples, 1, training=training, following=self._following(call.samples))
+            run = executor.begin(leaves, call.samples, 1, following=self._following(call.samples), **kind)
         tensors: tuple[Any, ...] = _through(self._token, self, run, executor, number)
         self._values.ended_call(number)
         given = iter(tensors)

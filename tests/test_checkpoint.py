@@ -557,6 +557,21 @@ def test_a_reader_sees_whole_checkpoints_while_another_process_saves(tmp_path: P
     assert generation_at(tmp_path / "c") == 29
 
 
+@unix
+@pytest.mark.parametrize("there", [False, True])
+def test_several_writers_at_one_place_take_turns(tmp_path: Path, there: bool) -> None:
+    if there:
+        put(tmp_path / "c", 0)
+    here = str(Path(__file__).parent)
+    script = HEAD + "for generation in range(1, 20): put(where, generation)"
+    command = [sys.executable, "-c", script, here, str(tmp_path / "c")]
+    writers = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    errors = [writer.communicate()[1] for writer in writers]
+    assert [writer.returncode for writer in writers] == [0, 0, 0], errors
+    assert generation_at(tmp_path / "c") == 19
+    assert listing(tmp_path) == ["c"]
+
+
 # ---- random streams and ranks ----
 
 

@@ -15,7 +15,8 @@ and a reader takes ``<name>.<id>.part`` where it is still there and ``<name>`` w
 manifest's. So a writer killed anywhere leaves one whole checkpoint, and the next writer tidies up. Where nothing is at
 the path yet, all this happens in a hidden folder next to it, which is then renamed, so that a path that exists can be
 loaded. (Swapping two folders with ``renameat2`` was the other way: it needs Linux, a file system that can, and it
-takes away with the old folder whatever else a user keeps in it.)
+takes away with the old folder whatever else a user keeps in it.) Two writers at one place take turns, and what the
+last of them wrote stays.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ import re
 import secrets
 import shutil
 import socket
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +46,7 @@ VERSION = 1
 MANIFEST = "checkpoint.json"
 _ARRAYS, _DOCUMENT = ".safetensors", ".json"
 _PART = r"\.[0-9a-f]{8}\.part"
+PATIENCE_S = 600.0  # that a save waits for another one at the same place
 _OTHER = "; copy the folder again, or load another checkpoint"
 
 
@@ -86,12 +89,16 @@ def write(
         **{name + _DOCUMENT: [json.dumps(value, allow_nan=False).encode()] for name, value in documents.items()},
     }
     try:
-        if folder.is_dir():
-            _write_into(folder, contents)
-        elif folder.exists():
+        if folder.exists() and not folder.is_dir():
             raise InputError(f"cannot save to {folder}: it is a file and a checkpoint is a folder; choose another path")
-        else:
-            _write_new(folder, contents)
+        if not folder.is_dir():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with _alone(folder.parent):
+                if not folder.is_dir():  # another process may have been faster
+                    _write_new(folder, contents)
+                    return
+        with _alone(folder):
+            _write_into(folder, contents)
     except OSError as error:
         reason = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
         free = ""
@@ -121,8 +128,43 @@ def read(path: str | os.PathLike[str]) -> Contents:
                 raise
 
 
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process of this machine writes in a folder; where locks are not to be had, go on.
+
+    Raises:
+        CheckpointError: One went on writing for ``PATIENCE_S``.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        until = time.monotonic() + PATIENCE_S
+        while _lock(descriptor, "LOCK_EX"):
+            if time.monotonic() > until:
+                raise CheckpointError(
+                    f"cannot save to {folder}: another process has been saving there for {PATIENCE_S:.0f} s; choose "
+                    "another path"
+                )
+            time.sleep(0.05)
+        yield
+    finally:
+        _lock(descriptor, "LOCK_UN")  # closing is not enough: a process that was forked meanwhile has it open too
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, how: str) -> bool:
+    """Lock or unlock a file, where the system can; return whether another process is in the way."""
+    try:
+        import fcntl  # not on Windows
+
+        fcntl.flock(descriptor, getattr(fcntl, how) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except (ImportError, OSError):  # a network's file system may lock no folders
+        return False
+    return False
+
+
 def _write_new(folder: Path, contents: Mapping[str, Iterable[Buffer]]) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
     for sibling in folder.parent.iterdir():
         if re.fullmatch(r"\." + re.escape(folder.name) + _PART, sibling.name):
             shutil.rmtree(sibling, ignore_errors=True)  # of a writer that was killed

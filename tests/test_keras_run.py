@@ -227,6 +227,19 @@ def test_the_torch_path_needs_no_tensorflow(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
+def test_a_refusal_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    script = written(
+        tmp_path,
+        "train.py",
+        "import keras, nearlinear as nl\n"
+        "model = nl.distribute(keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(2)]))\n",
+    )
+    ran = run(2, script)
+    assert ran.returncode == 2, ran.stderr
+    assert "nearlinear: error: the model is not compiled and no optimizer was given" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
 def test_plan_captures_a_keras_script_and_forecasts_it() -> None:
     script = str(Path(__file__).parent.parent / "examples/digits_keras.py")
     words = [sys.executable, "-m", "nearlinear", "plan", "--cluster", "4 x A100 80GB, 25 Gbit/s between", script]

@@ -19,6 +19,7 @@ from nearlinear.errors import InputError, NearlinearError, PeerLostError
 from nearlinear.runtime.local.agreements import RECENT
 from nearlinear.runtime.local.centre import Centre
 from nearlinear.runtime.local.connection import Connection
+from nearlinear.runtime.local.dialling import require_key
 from nearlinear.runtime.local.frames import Header, pack
 from nearlinear.runtime.local.member import Member, Update
 from nearlinear.runtime.local.ticket import Ticket, new_key
@@ -226,7 +227,16 @@ def test_without_the_runs_key_there_is_no_way_in(started: Start) -> None:
     run.join()
     with pytest.raises(InputError, match="has another key than this ticket"):
         Trainer(Ticket("127.0.0.1", run.centre.port, new_key()))
+    with pytest.raises(InputError, match="has another key than this ticket"):
+        require_key(Ticket("127.0.0.1", run.centre.port, new_key()))
+    require_key(Ticket("127.0.0.1", run.centre.port, run.key))
     assert run.centre.standing().members == 1
+
+
+def test_a_run_that_does_not_answer_is_no_reason_to_refuse_its_ticket() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    require_key(Ticket("127.0.0.1", port, new_key()))
 
 
 def test_the_run_begins_with_its_founders_parameters_whoever_comes_first(started: Start) -> None:

@@ -24,6 +24,7 @@ from nearlinear.observe import kept
 from nearlinear.observe.live import Live
 from nearlinear.observe.page import Content
 from nearlinear.observe.record import Recorder, comparable
+from nearlinear.runtime.local.dialling import require_key
 from nearlinear.runtime.local.ticket import Ticket
 
 
@@ -108,6 +109,7 @@ def run(options: argparse.Namespace) -> int:
     if options.listen is not None:
         return _listen(script, options, env)
     if options.ticket is not None:
+        require_key(options.ticket)
         env |= {"NEARLINEAR_TICKET": str(options.ticket)}
     if options.nnodes is not None:
         run_elastic(script, options.n or 1, options.nnodes, options.rdzv, options.node_rank, env)

@@ -11,6 +11,7 @@ import tensorflow as tf
 from nearlinear import events
 from nearlinear.core.plan import Plan
 from nearlinear.errors import InputError
+from nearlinear.runtime.ending import install_excepthook
 from nearlinear.runtime.environment import plan_asked_for, world_from
 from nearlinear.runtime.local.island import apart
 from nearlinear.tensorflow.data import SharedDataset
@@ -29,6 +30,7 @@ def distribute(
     weight: Callable[[Any], Any] | str | None,
 ) -> list[Any]:
     """Hook the objects into the run, in place; return them. ``nearlinear.distribute`` documents the arguments."""
+    install_excepthook()
     plan = plan_asked_for(strategy) or Plan()
     far = apart(plan)
     if far and world_from().size > 1:

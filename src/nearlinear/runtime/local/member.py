@@ -30,7 +30,8 @@ import numpy as np
 from nearlinear.errors import DriftError, InputError, NearlinearError, PeerLostError
 from nearlinear.runtime.local.chunks import Chunks
 from nearlinear.runtime.local.codecs import Feedback, Floats
-from nearlinear.runtime.local.connection import Connection, Malformed, tune
+from nearlinear.runtime.local.connection import Connection, Malformed
+from nearlinear.runtime.local.dialling import dial, is_of_another_key, wrong_key
 from nearlinear.runtime.local.direct import Direct
 from nearlinear.runtime.local.exchange import Plan
 from nearlinear.runtime.local.frames import TEXT, Header, number, numbers, places, text, text_of, texts, truth, whole
@@ -329,11 +330,9 @@ class Member:
             try:
                 self._connection = self._dial(min(10.0, self._deadline_s))
                 return
-            except ssl.SSLCertVerificationError as error:
-                raise self._wrong_key() from error
             except OSError as error:
-                if isinstance(error, ssl.SSLError) and "ALERT" in str(error.reason or ""):
-                    raise self._wrong_key() from error
+                if is_of_another_key(error):
+                    raise wrong_key(self._ticket) from error
                 if time.monotonic() + pause >= until:
                     raise PeerLostError(
                         f"{self._where} did not answer within {seconds(self._deadline_s)} ({error}); check that "
@@ -348,29 +347,10 @@ class Member:
             pause = min(2 * pause, AGAIN_S)
             self._over.wait(pause)
 
-    def _wrong_key(self) -> InputError:
-        return InputError(
-            f"the run at {self._where} has another key than this ticket; copy the ticket that it prints now"
-        )
-
     def _dial(self, limit_s: float) -> Connection:
-        began = time.monotonic()
-        sock = socket.create_connection((self._ticket.host, self._ticket.port), timeout=limit_s)
-        self._round_trip_s = time.monotonic() - began
-        try:
-            tune(sock)
-            wrapped = self._identity.wrap(sock, listening=False)
-        except BaseException:
-            sock.close()
-            raise
-        try:
-            wrapped.do_handshake()
-            self._identity.require_own(wrapped)
-            connection = Connection(wrapped, self._identity, self._bound, time.monotonic())
-            connection.shaken = True
-        except BaseException:
-            wrapped.close()
-            raise
+        sock, self._round_trip_s = dial(self._ticket, self._identity, limit_s)
+        connection = Connection(sock, self._identity, self._bound, time.monotonic())
+        connection.shaken = True
         there = 0 if self._last is None else self._last.round
         connection.send("hello", round=there, round_trip=self._round_trip_s, **self._hello)
         return connection
@@ -427,7 +407,7 @@ class Member:
         except OSError as error:
             if not self._run and isinstance(error, ssl.SSLError):
                 # Under TLS 1.3 the side that calls learns only now that its certificate was not taken.
-                raise self._wrong_key() from error
+                raise wrong_key(self._ticket) from error
             if self._run and not self._leave:
                 self._say(
                     f"the connection to {self._where} broke ({error}); training goes on, and it is called again "

@@ -29,7 +29,15 @@ from conftest import TESTS, names_in, run
 
 DRIVER = TESTS / "sharded/driver.py"
 REFUSALS = re.findall(r"@refusal\(.*\)\ndef (\w+)", (TESTS / "sharded/refusals.py").read_text())
-LOADS = ("two-from-one", "two-from-copies", "data-from-three", "three-from-three", "two-from-three")
+IN_COPIES = ("weights_clipping_and_adam", "a_scaler_that_skips_a_step", "each_rank_holds_its_part_alone")
+LOADS = (
+    "two-from-one",
+    "two-from-copies",
+    "data-from-three",
+    "three-from-three",
+    "two-from-three",
+    "copies-from-three",
+)
 
 SCRIPT = """
 import torch
@@ -52,11 +60,11 @@ for (x,) in loader:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Everything that takes a run, in four runs, two at once; and what they wrote."""
+    """Everything that takes a run, in six runs, two at once; and what they wrote."""
     folder = tmp_path_factory.mktemp("sharded")
 
-    def once(n: int, *parts: str) -> str:
-        result: subprocess.CompletedProcess[str] = run(n, DRIVER, str(folder), *parts)
+    def once(n: int, *parts: str, **env: str) -> str:
+        result: subprocess.CompletedProcess[str] = run(n, DRIVER, str(folder), *parts, **env)
         return result.stdout + result.stderr
 
     saved = ("one", "three", "copies")
@@ -67,13 +75,46 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         one = pool.submit(once, 1, *(f"load:data:{name}:one-from-{name}" for name in saved))
         two = [f"load:sharded:{name}:two-from-{name}" for name in saved]
         log += once(2, *two, "load:data:three:data-from-three", "refusals") + one.result()
+        copies = [f"cases:{','.join(IN_COPIES)}", "load:sharded:three:copies-from-three", "save:sharded:in-copies"]
+        log += once(4, *copies, NEARLINEAR_SHARDS="2")
+        log += once(1, "load:data:in-copies:one-from-in-copies")
     return folder, log
 
 
 @pytest.mark.parametrize("name", names_in("sharded/cases.py", "case"))
 def test_three_sharded_processes_have_the_numbers_of_one(name: str, ran: tuple[Path, str]) -> None:
+    require_equal(name, 3, ran)
+
+
+@pytest.mark.parametrize("name", IN_COPIES)
+def test_two_copies_on_two_processes_each_have_the_numbers_of_one(name: str, ran: tuple[Path, str]) -> None:
+    require_equal(name, 4, ran)
+
+
+@pytest.fixture(scope="module")
+def ran_in_copies(ran: tuple[Path, str]) -> tuple[Path, str]:
+    result: subprocess.CompletedProcess[str] = run(4, DRIVER, str(ran[0]), "cases", NEARLINEAR_SHARDS="2")
+    return ran[0], result.stdout + result.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", names_in("sharded/cases.py", "case"))
+def test_in_any_case_copies_have_the_numbers_of_one(name: str, ran_in_copies: tuple[Path, str]) -> None:
+    require_equal(name, 4, ran_in_copies)
+
+
+def test_copies_save_what_any_number_of_processes_loads(ran: tuple[Path, str]) -> None:
     folder, log = ran
-    one, many = (np.load(folder / f"{name}.{n}.npz") for n in (1, 3))
+    assert (folder / "one-from-in-copies").exists(), log[-6000:]
+    ours, theirs = (arrays(folder / f"one-from-{name}") for name in ("in-copies", "three"))
+    assert set(ours) == set(theirs)
+    for key, expected in theirs.items():
+        np.testing.assert_allclose(ours[key], expected, rtol=0, atol=1e-12, err_msg=key)
+
+
+def require_equal(name: str, processes: int, ran: tuple[Path, str]) -> None:
+    folder, log = ran
+    one, many = (np.load(folder / f"{name}.{n}.npz") for n in (1, processes))
     assert set(one) == set(many), f"the case ended early:\n{log[-6000:]}"
     for key in one:
         a, b = one[key], many[key]
@@ -199,3 +240,39 @@ def test_a_block_in_two_places_is_one_block() -> None:
     model = tree(layers=layers(2))
     model.layers.append(model.layers[0])
     assert names_of(model) == ["layers.0", "layers.1"]
+
+
+APART = """
+import sys, torch
+from torch import nn
+import nearlinear as nl
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+plan = nl.Plan("sharded", shards=int(sys.argv[1]), check_every=1)
+model, optimizer = nl.distribute(model, optimizer, strategy=plan)
+for step in range(4):
+    optimizer.zero_grad()
+    model(torch.ones(4, 8)).square().mean().backward()
+    optimizer.step()
+    if step == 1 and nl.rank() == 2:
+        model[1].weight._local_tensor.add_(0.5)
+"""
+
+
+@pytest.mark.parametrize(
+    ("shards", "code", "said"),
+    [
+        (2, 1, r"after step 3 rank 2's 1\.weight differs from rank 0's by 0\.[45]"),
+        (3, 2, "4 ranks cannot hold copies of 3 ranks each; start a multiple of a number of shards above 1"),
+        (1, 2, "4 ranks cannot hold copies of 1 ranks each"),
+    ],
+)
+def test_copies_that_part_are_named_and_so_are_ranks_left_over(
+    tmp_path: Path, shards: int, code: int, said: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(APART)
+    result = run(4, script, str(shards))
+    assert result.returncode == code and re.search(said, result.stderr), result.stderr

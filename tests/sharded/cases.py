@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import nearlinear as nl
+from nearlinear.runtime.environment import plan_asked_for
 
 Note = Callable[[str, Any], None]
 CASES: dict[str, Callable[[Note], None]] = {}
@@ -353,5 +354,6 @@ def each_rank_holds_its_part_alone(note: Note) -> None:
     gc.collect()
     everything = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and type(t).__name__ != "DTensor"]
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in everything}
-    assert sum(held.values()) < 1.15 * whole / nl.world_size() + 50_000, f"{sum(held.values())} bytes of {whole}"
+    parts = plan_asked_for("sharded").shards_on(nl.world_size())
+    assert sum(held.values()) < 1.15 * whole / parts + 50_000, f"{sum(held.values())} bytes of {whole}"
     note("whole", float(whole))

@@ -1,6 +1,6 @@
 """Runs cases on this process, one after the other, and writes what they noted, whole (rank 0).
 
-python driver.py FOLDER [cases | refusals | record | checkpoint action] ...
+python driver.py FOLDER [cases | cases:NAME,NAME | refusals | record | checkpoint action] ...
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from cases import CASES, Net, start
 def main(folder: str, parts: list[str]) -> None:
     torch.set_default_dtype(torch.float64)
     for part in parts:
-        if part == "cases":
-            run_cases(folder)
+        afresh()
+        if part.startswith("cases"):
+            run_cases(folder, part[6:].split(",") if ":" in part else list(CASES))
         elif part == "refusals":
             run_refusals()
         elif part == "record":
@@ -68,8 +69,16 @@ def run_refusals() -> None:
         print(f"{name}: {verdict}", flush=True)
 
 
-def run_cases(folder: str) -> None:
-    for name, fn in CASES.items():
+def afresh() -> None:
+    """Let what comes be like a run of its own: its data come in an order of their own, too."""
+    current = session()
+    if current is not None:
+        current._backward = current.summed = None
+        current.loaders = 0
+
+
+def run_cases(folder: str, names: list[str]) -> None:
+    for name in names:
         torch.manual_seed(1)
         random.seed(1)
         np.random.seed(1)
@@ -81,12 +90,10 @@ def run_cases(folder: str) -> None:
 
         began = time.perf_counter()
         try:
-            fn(note)
+            CASES[name](note)
         except Exception:  # noqa: BLE001 - all cases are to be seen, also after one that fails
             traceback.print_exc()
-        current = session()
-        assert current is not None
-        current._backward = current.summed = None  # a run settles this once; the cases are runs of their own
+        afresh()
         if nl.is_main():
             np.savez(Path(folder) / f"{name}.{nl.world_size()}.npz", **noted)
             print(f"{name}: {time.perf_counter() - began:.2f} s, {len(noted)} values", flush=True)

@@ -26,7 +26,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="script.py [args ...]", help="passed on as it is")
     parser.set_defaults(call=join, strategy="local")
-    parser.set_defaults(listen=None, address=None, stages=None, microbatches=None)
+    parser.set_defaults(listen=None, address=None, stages=None, microbatches=None, shards=None)
 
 
 def join(options: argparse.Namespace) -> int:

@@ -77,14 +77,15 @@ def add_machines(parser: argparse.ArgumentParser) -> None:
 
 
 def add_counts(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say how a pipeline is made."""
+    """Add the options that say how a strategy is carried out."""
     parser.add_argument("--stages", type=positive, metavar="S", help="stages of a pipeline (N / S replicas of it)")
     parser.add_argument("--microbatches", type=positive, metavar="M", help="pieces of a batch in a pipeline")
+    parser.add_argument("--shards", type=positive, metavar="S", help="ranks that share a copy of sharded parameters")
 
 
 def asked_for(options: argparse.Namespace) -> dict[str, str]:
     """Return what the command line asks of ``distribute``, as it is told by the environment."""
-    asked = {name: getattr(options, name) for name in ("strategy", "stages", "microbatches")}
+    asked = {name: getattr(options, name) for name in ("strategy", "stages", "microbatches", "shards")}
     return {f"NEARLINEAR_{name.upper()}": str(value) for name, value in asked.items() if value is not None}
 
 

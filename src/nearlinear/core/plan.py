@@ -12,6 +12,7 @@ from nearlinear.units import size
 EXACT = ("data", "sharded", "pipeline")  # those that give the numbers of one process
 STRATEGIES = (*EXACT, "local")
 COMPRESSIONS = (None, "bf16")
+_OWNERS = {"stages": "pipeline", "microbatches": "pipeline", "shards": "sharded", "every": "local"}
 LOCAL_COMPRESSIONS = (None, "fp32", "bf16", "int8", "int4", "topk")
 
 
@@ -33,6 +34,8 @@ class Plan:
         microbatches: Pieces of a batch in a pipeline; ``None``: four per stage, of two samples at least.
         recompute: A pipeline keeps of a microbatch only what enters its stages, and runs them again before the backward
             pass: about a third more computing, for the activations of one microbatch instead of all.
+        shards: Ranks that share one copy of the parameters under ``"sharded"``; N ranks hold N / shards copies, and
+            gradients are summed over them. ``None``: all ranks share one.
         every: Steps per round of ``"local"``; ``None`` chooses them from the measured link.
 
     Raises:
@@ -50,6 +53,7 @@ class Plan:
     stages: int | None = None
     microbatches: int | None = None
     recompute: bool = False
+    shards: int | None = None
     every: int | None = None
 
     def __post_init__(self) -> None:
@@ -63,7 +67,7 @@ class Plan:
             raise InputError(f"bucket_bytes is {self.bucket_bytes}; it must be at least 1, or None to measure")
         if self.check_every < 1:
             raise InputError(f"check_every is {self.check_every}; it must be at least 1 step")
-        for name, owner in (("stages", "pipeline"), ("microbatches", "pipeline"), ("every", "local")):
+        for name, owner in _OWNERS.items():
             value = getattr(self, name)
             if value is not None and self.strategy != owner:
                 raise InputError(f"{name} is {value}, and strategy {self.strategy!r} has none; ask for {owner!r}")
@@ -87,10 +91,25 @@ class Plan:
             again = "activations made again, " if self.recompute else ""
             return f"pipeline, {stages}, {micro}, {again}{compared}"
         if self.strategy == "sharded":
-            return f"sharded parameters, {compared}"
+            among = f" among {self.shards} ranks" if self.shards else ""
+            return f"sharded parameters{among}, {compared}"
         wire = "bf16 on the wire, " if self.compress else ""
         buckets = size(self.bucket_bytes) + " buckets" if self.bucket_bytes else "bucket size from the measured link"
         return f"{self.strategy} parallel, {wire}{buckets}, {compared}"
+
+    def shards_on(self, ranks: int) -> int:
+        """Return how many of ``ranks`` ranks share one copy of the parameters.
+
+        Raises:
+            InputError: The ranks do not divide into whole copies.
+        """
+        shards = self.shards or ranks
+        if ranks % shards or (shards == 1 < ranks):
+            raise InputError(
+                f"{ranks} ranks cannot hold copies of {shards} ranks each; start a multiple of a number of shards "
+                "above 1, or use strategy='data'"
+            )
+        return shards
 
     def stages_on(self, ranks: int) -> int:
         """Return how many of ``ranks`` ranks share one copy of the model: 1 but for pipelines on several ranks.

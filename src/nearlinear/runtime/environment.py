@@ -126,14 +126,17 @@ def plan_asked_for(strategy: str | Plan) -> Plan | None:
         InputError: There is no such strategy, or it has not what is asked of it.
     """
     asked = os.environ.get("NEARLINEAR_STRATEGY")
-    counts: dict[str, Any] = {name: value for name in ("stages", "microbatches") if (value := _count(name)) is not None}
+    given = {name: _count(name) for name in ("stages", "microbatches", "shards")}
+    counts: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if isinstance(strategy, Plan) and (asked is None or asked == strategy.strategy):
         return dataclasses.replace(strategy, **counts)
     name = asked or strategy
     if name != "auto" and name not in STRATEGIES:
         raise InputError(f"unknown strategy {name!r}; choose one of: auto, {', '.join(STRATEGIES)}, or a Plan")
     if counts:
-        return Plan("pipeline" if name == "auto" else str(name), **counts)
+        if name == "auto":
+            name = "sharded" if "shards" in counts else "pipeline"
+        return Plan(str(name), **counts)
     planned = [Plan(**each) for each in json.loads(os.environ.get("NEARLINEAR_PLANNED", "[]"))]
     found = next((each for each in planned if name in ("auto", each.strategy)), None)
     return found if found is not None or name == "auto" else Plan(str(name))

@@ -23,7 +23,11 @@ class Pending(Protocol):
 
 
 class Group:
-    """Collective operations among all ranks of the run.
+    """Collective operations among ranks of the run.
+
+    Attributes:
+        rank: This rank's number in the run.
+        size: Ranks of the run.
 
     Args:
         process_group: What carries the messages.
@@ -48,6 +52,11 @@ class Group:
     def process_group(self) -> dist.ProcessGroup:
         """What carries the messages."""
         return self._group
+
+    @property
+    def ranks(self) -> list[int]:
+        """The run's numbers of those that take part, in their order."""
+        return dist.get_process_group_ranks(self._group)
 
     def close(self) -> None:
         """Wait for what is under way and close the connections; the group is not used any more."""

@@ -2,6 +2,7 @@
 
     forward of a block      every rank's rows ─▶ the whole parameters, while the block runs              all-gather
     backward of a block     the same again; f_r · gradients ─▶ summed over the ranks, this rank's rows    reduce-scatter
+    of several copies       the rows, summed over the copies                                              all-reduce
     end of backward         which parameters have a gradient anywhere; is everyone at the same batch      (bytes)
     clip, optimizer.step    on the rows; norms are those of the whole (DTensor)
 
@@ -38,6 +39,7 @@ from nearlinear.torch.reducer import Reducer
 from nearlinear.torch.session import Session
 from nearlinear.torch.sharded_blocks import LEAF_BYTES, blocks_of, members
 from nearlinear.torch.sharded_tensors import (
+    Copies,
     found_anywhere,
     is_sharded,
     local,
@@ -83,12 +85,12 @@ def shard(
     require_shardable(model, optimizer, named, plan)
     blocks = _blocks(model, plan)
     sharded, left = _divided(model, named)
-    mesh, group = _mesh(session, sharded[0][1].device)
+    mesh, group, copies = _mesh(session, plan.shards_on(session.size), sharded[0][1].device)
     _fully_shard(model, blocks, {p for _, p in left}, mesh, sharded, optimizer, plan)
     _read_gradients_together()
     names = [name for name, _ in sharded]
     parameters = dict(model.named_parameters())
-    shards = Shards([(name, parameters[name]) for name in names], model, session, group, number)
+    shards = Shards([(name, parameters[name]) for name in names], model, session, group, copies, number)
     if not left:
         return [shards]
     return [shards, Reducer(left, nn.Module(), session, session.new_group(left[0][1].device), plan, number)]
@@ -202,21 +204,45 @@ def _blocks(model: nn.Module, plan: Plan) -> list[nn.Module]:
     return blocks_of(model, LEAF_BYTES if plan.bucket_bytes is None else plan.bucket_bytes)
 
 
-def _mesh(session: Session, device: torch.device) -> tuple[Any, Group]:
-    """Return the ranks as torch's sharding sees them, and what carries its messages; one of each serves all models."""
+def _mesh(session: Session, shards: int, device: torch.device) -> tuple[Any, Group, Copies | None]:
+    """Return the ranks of this rank's copy as torch's sharding sees them, what carries its messages, and, of several
+    copies, the ranks that hold the same rows; one of each serves all models.
+
+    Raises:
+        InputError: An earlier call had other copies.
+    """
     from torch.distributed.device_mesh import DeviceMesh
 
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    for mesh, group in meshes:
+    for mesh, group, copies in meshes:
         if mesh.device_type == device.type:
-            return mesh, group
+            if mesh.size() != shards:
+                raise InputError(
+                    f"an earlier distribute call shared its parameters among {mesh.size()} ranks and this one wants "
+                    f"{shards}; use one number for all models of a script"
+                )
+            return mesh, group, copies
     # What the script computes with shards (p.norm(), say) is torch's to exchange, and by a group of its own: where one
     # rank does so alone, the others do not take its message for theirs.
-    for_torch, for_blocks = session.new_group(device), session.new_group(device)
+    firsts = range(0, session.size, shards)
+    for_torch, for_blocks = (
+        [session.new_group(device, range(first, first + shards)) for first in firsts][session.rank // shards]
+        for _ in range(2)
+    )
     assert for_torch is not None and for_blocks is not None
     mesh = DeviceMesh.from_group(for_torch.process_group, device.type)
-    meshes.append((mesh, for_blocks))
+    copies = None
+    if len(firsts) > 1:
+        alike, control = (
+            [session.new_group(each, range(place, session.size, shards)) for place in range(shards)][
+                session.rank % shards
+            ]
+            for each in (device, torch.device("cpu"))
+        )
+        assert alike is not None and control is not None
+        copies = Copies(alike, control)
+    meshes.append((mesh, for_blocks, copies))
     return meshes[-1]
 
 
@@ -340,16 +366,19 @@ class Shards:
         named: Names and sharded parameters.
         model: The model, divided.
         session: The run.
-        group: What carries the messages.
+        group: What carries the messages among the ranks of a copy.
+        copies: And among those that hold the same rows of several copies.
         number: Number of the ``distribute`` call, for events.
     """
 
     link: Link | None = None
 
-    def __init__(self, named: Named, model: nn.Module, session: Session, group: Group, number: int) -> None:
+    def __init__(
+        self, named: Named, model: nn.Module, session: Session, group: Group, copies: Copies | None, number: int
+    ) -> None:
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
-        self.session, self.group, self.number = session, group, number
+        self.session, self.group, self.copies, self.number = session, group, copies, number
         self.waited_s = 0.0
         self.samples = 0
         self._in_backward = False
@@ -358,7 +387,9 @@ class Shards:
         self._order = 0  # of the exchanges so far, as a checksum
         self._had: list[bool] = []  # p.grad was there when the pass began
         self._present: set[int] = set()  # parameters that this rank has a gradient for in the pass in hand
-        self._buffers = Buffers(model, session, group)
+        everyone = group if copies is None else session.new_group(self.parameters[0].device)
+        assert everyone is not None
+        self._buffers = Buffers(model, session, everyone)
         self._agreed = False
         self._queued = dist.get_backend(group.process_group) == "nccl"  # a message waits in a stream of its GPU
         self._nodes: list[Any] = []  # of the whole parameters' gradients, in autograd's graph
@@ -390,6 +421,8 @@ class Shards:
         elif self._scale != 1.0:
             gradients.mul_(self._scale)
         self._wait(self.group.start_reduce_scatter(rows, gradients, what), what)
+        if self.copies is not None:
+            self._wait(self.copies.group.start_all_reduce(rows, what), what)
 
     def _note(self, what: str) -> None:
         self._order = zlib.crc32(what.encode(), self._order)
@@ -503,12 +536,15 @@ class Shards:
         """Note that the optimizer stepped."""
 
     def compare(self, step: int) -> None:
-        """Compare what is whole on every rank, the buffers; of a parameter there is one copy, so none can drift.
+        """Compare what several ranks hold: the buffers, and the rows of several copies.
 
         Raises:
-            DriftError: A buffer differs.
+            DriftError: One differs.
         """
         require_equal(self._buffers.equal(), self.session, step)
+        if self.copies is not None:
+            rows = [(name, local(p)) for name, p in zip(self.names, self.parameters, strict=True) if is_sharded(p)]
+            require_equal(rows, self.session, step, self.copies.control)
         for changed in self.session.all_gather_json(self._buffers.changed(), "comparing the replicas"):
             self._buffers.follow(changed)
 

@@ -7,6 +7,7 @@ the last ones fewer or none.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -21,11 +22,25 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-meshes: list[tuple[DeviceMesh, Group]] = []  # the ranks as torch sees them, and what carries their rows
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """The ranks that hold the same rows, one of each copy of the parameters.
+
+    Args:
+        group: Carries tensors from where they are.
+        control: Carries what is on the CPU.
+    """
+
+    group: Group
+    control: Group
+
+
+# The ranks that share a copy as torch sees them, what carries their rows, and their counterparts in other copies.
+meshes: list[tuple[DeviceMesh, Group, Copies | None]] = []
 
 
 def _group_of(tensor: DTensor) -> Group:
-    return next(group for mesh, group in meshes if mesh == tensor.device_mesh)
+    return next(group for mesh, group, _ in meshes if mesh == tensor.device_mesh)
 
 
 def is_sharded(tensor: object) -> TypeGuard[DTensor]:
@@ -49,10 +64,11 @@ def whole(tensor: torch.Tensor, what: str = "gathering a tensor") -> torch.Tenso
         return complete
     group = _group_of(tensor)
     rows, n = local(tensor), tensor.shape[0]
-    most = -(-n // group.size)
+    ranks = len(group.ranks)
+    most = -(-n // ranks)
     padded = rows.new_zeros((most, *tensor.shape[1:]))
     padded[: rows.shape[0]] = rows
-    gathered = rows.new_empty((group.size * most, *tensor.shape[1:]))
+    gathered = rows.new_empty((ranks * most, *tensor.shape[1:]))
     # Complex numbers travel as pairs; missing rows are at the end, so that the whole is the beginning.
     out, mine = (torch.view_as_real(t) if t.is_complex() else t for t in (gathered, padded))
     group.wait(group.start_gather(out.view(-1), mine.reshape(-1), what), what)
@@ -96,7 +112,8 @@ def total_norm(tensors: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch
     sharded = [tensor for tensor in tensors if is_sharded(tensor)]
     group, device = _group_of(sharded[0]), local(sharded[0]).device
     norms = [_norm(local(tensor), norm_type).to(device) for tensor in sharded]
-    norms += [_norm(tensor, norm_type).to(device) for tensor in tensors if not is_sharded(tensor) and group.rank == 0]
+    first = group.rank == group.ranks[0]
+    norms += [_norm(tensor, norm_type).to(device) for tensor in tensors if not is_sharded(tensor) and first]
     parts = group.all_gather(_norm(torch.stack(norms), norm_type), "the norm of the gradients")
     return _norm(torch.stack(parts), norm_type)
 

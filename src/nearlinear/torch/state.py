@@ -94,39 +94,43 @@ def separate_streams(session: Session) -> None:
 
 
 @torch.no_grad()
-def require_equal(named: Named, session: Session, step: int) -> None:
-    """Compare the replicas by a checksum of each tensor's bits.
+def require_equal(named: Named, session: Session, step: int, among: Group | None = None) -> None:
+    """Compare the replicas by a checksum of each tensor's bits: those of all ranks, or of the ranks of a group.
 
-    Processors of different makes may round differently; replicas that differ by no more than rounding are given
-    rank 0's values, and that is said.
+    Processors of different makes may round differently; replicas that differ by no more than rounding are given the
+    first one's values, and that is said.
 
     Raises:
         DriftError: A tensor differs by more; the first one is named.
     """
-    if session.control is None or not named:
+    group = among or session.control
+    if group is None or not named:
         return
     sums = torch.stack([_checksum(tensor).cpu() for _, tensor in named])
-    everyones = session.control.all_gather(sums, f"comparing the replicas after step {step}")
+    everyones = group.all_gather(sums, f"comparing the replicas after step {step}")
     different = [i for i in range(len(named)) if any(other[i] != everyones[0][i] for other in everyones)]
+    ranks = group.ranks
     for index in different:
         name, tensor = named[index]
         reference = tensor.detach().cpu().clone()
-        session.control.broadcast(reference, "comparing the replicas")
+        what = "comparing the replicas"
+        group.wait(group.start_broadcast(reference, ranks[0], what), what)
         off = float((tensor.detach().cpu() - reference).abs().max()) if tensor.dtype != torch.bool else 1.0
         largest = float(reference.abs().max()) if tensor.dtype != torch.bool else 1.0
-        everyones_off = session.all_gather_json(off if off == off else 1e300, "comparing the replicas")
-        worst = max(range(session.size), key=lambda rank: everyones_off[rank])
+        everyones_off = group.all_gather_json(off if off == off else 1e300, what)
+        worst = max(range(len(ranks)), key=lambda rank: everyones_off[rank])
         if everyones_off[worst] > _ROUNDING.get(tensor.dtype, 0.0) * max(largest, 1e-30):
             raise DriftError(
-                f"after step {step} rank {worst}'s {name} differs from rank 0's by {everyones_off[worst]:.3g} "
-                f"(largest value {largest:.3g}; {len(different)} of {len(named)} tensors differ); was it changed on "
-                "one rank only? change parameters on all ranks alike, or hand them to distribute"
+                f"after step {step} rank {ranks[worst]}'s {name} differs from rank {ranks[0]}'s by "
+                f"{everyones_off[worst]:.3g} (largest value {largest:.3g}; {len(different)} of {len(named)} tensors "
+                "differ); was it changed on one rank only? change parameters on all ranks alike, or hand them to "
+                "distribute"
             )
         tensor.copy_(reference)
     if different:
         session.notice(
             f"replicas differed by rounding in {named[different[0]][0]} after step {step} (processors of different "
-            "makes?); all continue with rank 0's values"
+            f"makes?); all continue with rank {ranks[0]}'s values"
         )
 
 

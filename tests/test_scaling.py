@@ -316,11 +316,11 @@ def test_a_forecast_without_one_device_or_with_a_foreign_stop_is_refused():
 # Choices
 
 
-@pytest.mark.parametrize("copies", [True, False])
-def test_runnable_ways_are_those_that_a_run_can_be_asked_for(copies: bool):
+@pytest.mark.parametrize("variants", [True, False])
+def test_runnable_ways_are_those_that_a_run_can_be_asked_for(variants: bool):
     work = Work(row(weights=4e7, moved=1e4, samples=1), batch=64)
     for bandwidth, best in ((1e8, "pipeline"), (1e12, "data")):
-        planner = Planner(work, machines(4, 1e-5, bandwidth), copies=copies)
+        planner = Planner(work, machines(4, 1e-5, bandwidth), variants=variants)
         points = runnable(planner, (1, 2, 4))
         assert next(each.plan.strategy for each in points if each.plan and each.devices == 4) == best
         for each in points:
@@ -328,7 +328,7 @@ def test_runnable_ways_are_those_that_a_run_can_be_asked_for(copies: bool):
             if each.plan.strategy == "pipeline":
                 assert each.plan.microbatches is not None and "all forward first" in each.way
                 assert each.devices % each.plan.stages_on(each.devices) == 0
-                assert copies or each.plan.stages == each.devices
+                assert variants or each.plan.stages == each.devices
         assert points[0].way == "alone"
         assert [Point.from_dict(dataclasses.asdict(each)) for each in points] == list(points)
 

@@ -55,6 +55,11 @@ def a_strategy_scope() -> None:
         nl.distribute(mlp())
 
 
+@refused("a Keras pipeline does not make activations again; leave recompute out of the plan")
+def activations_made_again() -> None:
+    nl.distribute(mlp(), strategy=nl.Plan("pipeline", recompute=True))
+
+
 @refused("strategy 'sharded' is for PyTorch; Keras models train by 'data' or 'pipeline'")
 def a_strategy_of_pytorch() -> None:
     nl.distribute(mlp(), strategy="sharded")

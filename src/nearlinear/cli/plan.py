@@ -285,15 +285,20 @@ def _planned(
         if options.strategy not in able:
             raise InputError(f"{Path(script[0]).name} cannot train by {options.strategy!r}, only by {', '.join(able)}")
         strategies = (options.strategy,)
-    planner = Planner(work, cluster, strategies, options.optimize, copies=study.copies)
+    planner = Planner(work, cluster, strategies, options.optimize, variants=study.variants)
     noise = _noise(study)
     expected = forecast(planner, noise=None if isinstance(noise, str) else noise, share=options.share)
     # Where one device is best, what two would bring is what there is to be seen.
     second = expected.points[min(1, len(expected.points) - 1)].devices
     devices = options.n or (expected.stop if expected.stop > 1 else second)
+    choice = planner.choose(devices)
     numbers = sorted({*(point.devices for point in expected.points), devices})
-    ways = runnable(planner, numbers) if cluster is here else ()
-    return _Found(script, study, cluster, work, planner.choose(devices), expected, noise, ways)
+    ways: tuple[Point, ...] = ()
+    if cluster is here:  # what a run does by itself is not for --strategy to narrow
+        if planner.strategies != study.strategies:
+            planner = Planner(work, cluster, study.strategies, options.optimize, variants=study.variants)
+        ways = runnable(planner, numbers)
+    return _Found(script, study, cluster, work, choice, expected, noise, ways)
 
 
 def _less(graph: Graph, launch: float) -> Graph:

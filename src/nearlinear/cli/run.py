@@ -175,8 +175,8 @@ def _run_here(
                 expected = comparable(plan, n, strategy)
                 live.clear()
                 if expected is not None:
-                    planned = f"{expected.way}, " if n > 1 else ""
-                    _say(f"forecast: {planned}{_forecast(expected)}")
+                    way = f"{expected.way}, " if n > 1 else ""
+                    _say(f"forecast: {way}{_forecast(expected)}")
             if expected is not None and event.get("kind") == "step":
                 event.setdefault("predicted_samples_per_s", expected.rate)
             live.event(event)

@@ -73,7 +73,6 @@ class Plan:
                 raise InputError(f"{name} is {value}, and strategy {self.strategy!r} has none; ask for {owner!r}")
             if value is not None and value < 1:
                 raise InputError(f"{name} is {value}; it must be at least 1")
-
         if self.recompute and self.strategy != "pipeline":
             raise InputError(
                 f"recompute is for pipelines, and the strategy is {self.strategy!r}; use torch.utils.checkpoint in "

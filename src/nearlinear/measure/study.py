@@ -46,7 +46,7 @@ class Study:
         norms: Squared norm of the gradient of every step watched; empty where none was kept.
         mean_norm: Squared norm of their mean.
         strategies: That its front end trains by.
-        copies: Whether it trains several copies of a pipeline.
+        variants: Whether its pipelines may have copies, or make activations again.
     """
 
     graph: Graph
@@ -63,7 +63,7 @@ class Study:
     norms: tuple[float, ...] = ()
     mean_norm: float = 0.0
     strategies: tuple[str, ...] = EXACT
-    copies: bool = True
+    variants: bool = True
 
     def to_json(self) -> str:
         """Return it as a JSON object."""

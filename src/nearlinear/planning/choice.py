@@ -53,7 +53,7 @@ class Planner:
         cluster: On what.
         strategies: Which to consider; ``"local"`` changes the numbers and is only considered when named.
         optimize: ``"speed"``, or ``"memory"``: what needs least on the fullest device comes first.
-        copies: Whether there may be several copies of a pipeline.
+        variants: Whether a pipeline may have several copies, or make its activations again.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class Planner:
         strategies: Sequence[str] = ("data", "sharded", "pipeline"),
         optimize: str = "speed",
         *,
-        copies: bool = True,
+        variants: bool = True,
     ) -> None:
         unknown = [each for each in strategies if each not in ("data", "sharded", "pipeline", "local")]
         if unknown or not strategies:
             raise InputError(f"unknown strategies {unknown}; choose among data, sharded, pipeline and local")
         self.work, self.cluster, self.strategies = work, cluster, tuple(strategies)
         self._optimize = optimize
-        self._pipelines = Pipelines(work, cluster, copies=copies)
+        self._pipelines = Pipelines(work, cluster, variants=variants)
         self._all: dict[int, list[Candidate]] = {}
         self._ranked: dict[int, list[Candidate]] = {}
 

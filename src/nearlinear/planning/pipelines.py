@@ -27,11 +27,11 @@ class Pipelines:
     Args:
         work: What is trained.
         cluster: On what.
-        copies: Whether there may be several copies of a pipeline.
+        variants: Whether a pipeline may have several copies, or make its activations again.
     """
 
-    def __init__(self, work: Work, cluster: Cluster, *, copies: bool = True) -> None:
-        self.work, self.cluster, self._copies = work, cluster, copies
+    def __init__(self, work: Work, cluster: Cluster, *, variants: bool = True) -> None:
+        self.work, self.cluster, self._variants = work, cluster, variants
         inside = [len(island.devices) for island in cluster.islands]
         # Which devices are neighbours matters where some are nearer to each other than others.
         self._layouts = (True, False) if len(inside) > 1 and (max(inside) > 1 or cluster.pairs) else (True,)
@@ -44,7 +44,7 @@ class Pipelines:
         for per_copy in range(2, min(devices, LARGEST) + 1):
             copies = devices // per_copy
             share = self.work.samples(devices) // copies
-            if devices % per_copy or not share or (copies > 1 and not self._copies):
+            if devices % per_copy or not share or (copies > 1 and not self._variants):
                 continue
             for groups in self._stages(per_copy, share / per_copy):
                 widest = max(group.replicas for group in groups)
@@ -54,7 +54,7 @@ class Pipelines:
                         Way("pipeline", devices, groups, copies, count, along, eager, again)
                         for along in layouts
                         for eager, again in ((False, False), (True, False), (True, True))
-                        if not again or self._tight(share / per_copy)
+                        if not again or (self._variants and self._tight(share / per_copy))
                     ]
         return found
 

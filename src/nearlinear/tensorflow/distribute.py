@@ -90,6 +90,8 @@ def _require(model: keras.Model, optimizers: Sequence[Any], loaders: Sequence[An
         raise InputError(
             "strategy 'sharded' is for PyTorch; Keras models train by 'data' or 'pipeline', and far apart by 'local'"
         )
+    if plan.recompute:
+        raise InputError("a Keras pipeline does not make activations again; leave recompute out of the plan")
     if not optimizers:
         raise InputError(
             "the model is not compiled and no optimizer was given: call model.compile(...) before nl.distribute, "

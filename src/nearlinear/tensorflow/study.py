@@ -88,7 +88,7 @@ class Watch:
             norms=tuple(self._norms),
             mean_norm=mean_norm,
             strategies=("data", "pipeline"),
-            copies=False,
+            variants=False,
         )
 
     # ---- hooks

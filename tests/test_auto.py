@@ -36,6 +36,11 @@ for _ in range(2):
     loss = model(torch.ones(8, 256)).square().mean()
     loss.backward()
     optimizer.step()
+first = asked["plan"].strategy
+if kind != "meta":  # another model, which fits
+    second = nn.Linear(256, 256)
+    nl.distribute(second, torch.optim.SGD(second.parameters(), lr=0.01))
+    assert asked["model"] is second and asked["plan"].strategy == first
 print(json.dumps({"strategy": asked["plan"].strategy, "loss": float(loss)}), flush=True)
 """
 

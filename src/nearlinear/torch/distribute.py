@@ -71,6 +71,8 @@ def distribute(
     device = next((each.device for _, each in named if not each.is_meta), torch.device("cpu"))
     session = start(device, IslandSession) if asked is not None and apart(asked) else start(device)
     plan = fitting(named, optimizer, session) if asked is None else asked
+    if plan.strategy != "pipeline":
+        _check(model, optimizer, weight, meta=False)  # another model's way may not be for this one
     # The processes of one member of a run over the Internet train among themselves as under strategy `data`.
     within = Plan("data", check_every=plan.check_every) if isinstance(session, IslandSession) else plan
     number = session.models

@@ -21,13 +21,22 @@ def fitting(
     """Return the plan for strategy ``"auto"``, the same on all ranks, and say so where it is not ``data``.
 
     Every rank holds the model (``data``), unless gradients and the optimizer's state do not fit beside it on some rank
-    (``sharded``), or nobody holds it yet, for it is on the meta device (``pipeline``).
+    (``sharded``), or nobody holds it yet, for it is on the meta device (``pipeline``). Further models of a script are
+    trained as its first.
 
     Args:
         named: What is trained.
         optimizer: What with.
         session: The run.
     """
+    if session.auto is None:
+        session.auto = _fitting(named, optimizer, session)
+    return session.auto
+
+
+def _fitting(
+    named: Sequence[tuple[str, torch.Tensor]], optimizer: torch.optim.Optimizer | None, session: Session
+) -> Plan:
     if session.size == 1:
         return Plan()
     if any(parameter.is_meta for _, parameter in named):

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from nearlinear import events
+from nearlinear.core.plan import Plan
 from nearlinear.core.shares import share
 from nearlinear.errors import InputError, PeerLostError
 from nearlinear.runtime.ending import end_if_stuck, failed, install_excepthook, read_errors_by
@@ -87,6 +88,7 @@ class Session:
         self.control = self.new_group(torch.device("cpu"))
         self.part, self.parts = world.rank, world.size  # which share of each batch this rank works on, of how many
         self.peers = self.control  # the ranks that hold the other parts of what this one holds
+        self.auto: Plan | None = None  # what strategy "auto" was taken to be, for all models alike
         self.summed: bool | None = None  # weight="sum": gradients are added, not averaged; None: not said yet
         self.weight: Weight | None = None  # what a batch counts for, where the script says so
         self.states: list[Any] = []  # of the loaders

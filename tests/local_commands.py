@@ -19,6 +19,9 @@ from nearlinear.testing.links import Host
 # Each of two members makes up for what Adam loses on its half of the batch, by up to the root of 2 and as noisy as its
 # gradients are (planning.rounds.adaptive_rate). The rate of one who came late would be three times the run's.
 ADAPTED = 0.42
+# Where three processes share two cores, members are of unequal speed: one with a ninth of the batch steps at up to
+# three times the rate of one with the rest.
+UNEVEN = 2.2
 DEADLINE_S = 90.0
 LOOK_S = 0.2
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from local_commands import ADAPTED, DEADLINE_S, Runs, assert_equal_where_both_were
+from local_commands import ADAPTED, DEADLINE_S, UNEVEN, Runs, assert_equal_where_both_were
 from nearlinear.cli.main import main
 from nearlinear.core.plan import Plan
 from nearlinear.errors import InputError
@@ -284,7 +284,7 @@ def test_a_member_of_two_processes_comes_late_and_ends_when_one_of_them_dies(run
         second.line(rf"^\[{rank}\] pass {last + 3} 4 ")
     by_rank = [second.passes(rank) for rank in range(2)]
     assert all(by_rank[0][number] == by_rank[1][number] for number in range(last + 4)), "also those that were left out"
-    assert_equal_where_both_were(first, second, since=last + 1, rates=ADAPTED)
+    assert_equal_where_both_were(first, second, since=last + 1, rates=UNEVEN)
     now = len(first.lines)
     os.kill(second.ranks()[1], signal.SIGKILL)
     assert second.end() == 128 + signal.SIGKILL
@@ -364,7 +364,7 @@ def test_a_member_may_be_on_two_machines(tmp_path: Path, runs: Runs) -> None:
         machine.line(rf"pass {last + 3} 4 ")
     runs.stop.touch()
     assert first.end() == 0 and [machine.end() for machine in machines] == [0, 0]
-    assert_equal_where_both_were(first, machines[0], since=last + 1, rates=ADAPTED)
+    assert_equal_where_both_were(first, machines[0], since=last + 1, rates=UNEVEN)
     shared = machines[0].passes().keys() & machines[1].passes().keys()
     assert len(shared) > 3 and all(machines[0].passes()[each] == machines[1].passes()[each] for each in shared)
 

@@ -91,8 +91,9 @@ def asked_for(options: argparse.Namespace) -> dict[str, str]:
 
 def planned(plan: Content | None, n: int) -> dict[str, str]:
     """Return how ``distribute`` is told what was planned for so many processes."""
-    plans = [asdict(point.plan) for point in (plan.ways if plan else ()) if point.devices == n and point.plan]
-    return {"NEARLINEAR_PLANNED": json.dumps(plans)} if plans and n > 1 else {}
+    ways = plan.ways if plan is not None and n > 1 else ()
+    plans = [asdict(each.plan) for each in ways if each.devices == n and each.fits and each.plan is not None]
+    return {"NEARLINEAR_PLANNED": json.dumps(plans)}  # none too: another script's may have started this one
 
 
 def run(options: argparse.Namespace) -> int:
@@ -200,7 +201,13 @@ def _run_here(
             )
         if outcome.message is not None and not _explained(outcome, printer):
             _say(f"error: {outcome.message}")
-        if outcome.failure is not None and options.strategy is None and expected is not None and expected.way != "data":
+        if (
+            outcome.failure is not None
+            and options.strategy is None
+            and n > 1
+            and expected is not None
+            and expected.way != "data"
+        ):
             _say(f"hint: it trained by {expected.way}, as planned; --strategy data has the whole model on every rank")
         if record is not None:
             record.end(outcome.exit_code, outcome.message)

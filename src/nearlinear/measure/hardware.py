@@ -19,9 +19,13 @@ from nearlinear.runtime.environment import usable_cores
 
 NVIDIA_SMI_S = 30.0
 
-_CONTROL_GROUPS = (  # of either version: the most bytes, and those in use
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+_CONTROL_GROUPS = (  # of either version: the most bytes, those in use, and which of them are files' and can be let go
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "inactive_file"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
 )
 
 
@@ -127,7 +131,7 @@ def _processor() -> str:
 
 def _memory() -> float:
     total = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    for limit, _ in _CONTROL_GROUPS:
+    for limit, _, _ in _CONTROL_GROUPS:
         with contextlib.suppress(OSError, ValueError):  # no such file, or the word "max"
             total = min(total, float(Path(limit).read_text()))
     return total
@@ -143,9 +147,11 @@ def free_memory(processes: int) -> float:
     with contextlib.suppress(OSError, ValueError, IndexError):
         found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
         free = float(found[1]) * 1024 if found else free
-    for limit, used in _CONTROL_GROUPS:
+    for limit, used, files in _CONTROL_GROUPS:
         with contextlib.suppress(OSError, ValueError):
-            free = min(free, float(Path(limit).read_text()) - float(Path(used).read_text()))
+            most, taken = float(Path(limit).read_text()), float(Path(used).read_text())
+            kept = re.search(rf"^{files} (\d+)", Path(limit).with_name("memory.stat").read_text(), re.MULTILINE)
+            free = min(free, most - taken + (float(kept[1]) if kept else 0.0))
     free /= processes
     with contextlib.suppress(ImportError, OSError, ValueError, IndexError):
         import resource  # not on Windows

@@ -70,7 +70,7 @@ def distribute(
     named = _named_parameters(model, optimizer)
     device = next((each.device for _, each in named if not each.is_meta), torch.device("cpu"))
     session = start(device, IslandSession) if asked is not None and apart(asked) else start(device)
-    plan = fitting(named, optimizer, session) if asked is None else asked
+    plan = fitting(model, named, optimizer, session) if asked is None else asked
     if plan.strategy != "pipeline":
         _check(model, optimizer, weight, meta=False)  # another model's way may not be for this one
     # The processes of one member of a run over the Internet train among themselves as under strategy `data`.

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from nearlinear.core.plan import Plan
+from nearlinear.errors import InputError
 from nearlinear.measure.hardware import free_memory
 from nearlinear.runtime.environment import world_from
 from nearlinear.torch.session import Session
+from nearlinear.torch.sharded import Named, require_shardable
 from nearlinear.units import size
 
 ROOM = 0.9  # of the memory that is left: activations and messages want some too
 
 
-def fitting(
-    named: Sequence[tuple[str, torch.Tensor]], optimizer: torch.optim.Optimizer | None, session: Session
-) -> Plan:
+def fitting(model: nn.Module, named: Named, optimizer: torch.optim.Optimizer | None, session: Session) -> Plan:
     """Return the plan for strategy ``"auto"``, the same on all ranks, and say so where it is not ``data``.
 
     Every rank holds the model (``data``), unless gradients and the optimizer's state do not fit beside it on some rank
@@ -25,33 +26,42 @@ def fitting(
     trained as its first.
 
     Args:
-        named: What is trained.
+        model: The model.
+        named: What of it is trained.
         optimizer: What with.
         session: The run.
     """
     if session.auto is None:
-        session.auto = _fitting(named, optimizer, session)
+        session.auto = _fitting(model, named, optimizer, session)
     return session.auto
 
 
-def _fitting(
-    named: Sequence[tuple[str, torch.Tensor]], optimizer: torch.optim.Optimizer | None, session: Session
-) -> Plan:
+def _fitting(model: nn.Module, named: Named, optimizer: torch.optim.Optimizer | None, session: Session) -> Plan:
     if session.size == 1:
         return Plan()
-    if any(parameter.is_meta for _, parameter in named):
+    meta = any(parameter.is_meta for _, parameter in named)
+    mine = needed(named, optimizer), _free(named[0][1].device), meta
+    ranks = session.all_gather_json(mine, "the memory that training needs")
+    if all(meta for _, _, meta in ranks):
         session.notice("auto: the model is on the meta device, so every rank makes one stage of it (strategy pipeline)")
         return Plan("pipeline")
-    mine = needed(named, optimizer), _free(named[0][1].device)
-    ranks = session.all_gather_json(mine, "the memory that training needs")
-    rank, (need, free) = min(enumerate(ranks), key=lambda each: each[1][1] - each[1][0])
-    if need <= ROOM * free:
+    rank, (need, free, _) = min(enumerate(ranks), key=lambda each: each[1][1] - each[1][0])
+    plan = Plan("sharded")
+    if need <= ROOM * free or not _shardable(model, optimizer, named, plan):
         return Plan()
     session.notice(
         f"auto: gradients and optimizer state take {size(need)} and rank {rank} has {size(free)} left, so each rank "
         "keeps a part of them and of the parameters (strategy sharded); `nearlinear plan` compares it with a pipeline"
     )
-    return Plan("sharded")
+    return plan
+
+
+def _shardable(model: nn.Module, optimizer: torch.optim.Optimizer | None, named: Named, plan: Plan) -> bool:
+    try:
+        require_shardable(model, optimizer, named, plan)
+    except InputError:
+        return False
+    return True
 
 
 def needed(named: Sequence[tuple[str, torch.Tensor]], optimizer: torch.optim.Optimizer | None) -> float:
